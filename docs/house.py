@@ -38,7 +38,7 @@ TIERS: tuple[dict[str, str], ...] = (
         "aggregation": "Combines the outputs of the workers rank by rank, instead of vLLM's class.",
     },
     {
-        "children": "Builds, names and calls the configured connectors; makes all hooks of vLLM as one dict.",
+        "connectors": "Builds, names and calls the configured connectors; makes all hooks of vLLM as one dict.",
         "telemetry": "Observes the router: counts of transfers, spans, reports; carries numbers to the API server.",
         "demo": "Runs a real engine on a CPU.",
     },
@@ -58,7 +58,7 @@ TIERS: tuple[dict[str, str], ...] = (
 NEVER: dict[str, tuple[str, ...]] = {
     "routing": ("telemetry", "export", "prediction."),
     "state": ("telemetry", "export", "prediction", "routing"),
-    "children": ("telemetry", "export", "prediction."),
+    "connectors": ("telemetry", "export", "prediction."),
     "cli": ("demo",),
 }
 """The walls: what no module of a room imports. ``prediction.`` means what is inside: the package may be imported."""

@@ -18,11 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 from kvobs.aggregation import aggregator
-from kvobs.children import configured
-from kvobs.children.child import build
-from kvobs.children.configured import all_support_hma, read_specs, required_layout
-from kvobs.children.fanout import hooks_of
 from kvobs.connector import wiring
+from kvobs.connectors import configured
+from kvobs.connectors.child import build
+from kvobs.connectors.configured import all_support_hma, read_specs, required_layout
+from kvobs.connectors.fanout import hooks_of
 from kvobs.probe.recorder import Call
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.routing.worker import WorkerSide

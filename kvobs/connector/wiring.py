@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from kvobs.children.block_copies import BlockCopies
-from kvobs.children.capacity import record_sizes
-from kvobs.children.child import Child
-from kvobs.children.configured import all_support_hma
-from kvobs.children.specs import load_ends_save
-from kvobs.children.sync_loads import Conditions, async_only, unsafe_loads
-from kvobs.children.validation import Validated
+from kvobs.connectors.block_copies import BlockCopies
+from kvobs.connectors.capacity import record_sizes
+from kvobs.connectors.child import Child
+from kvobs.connectors.configured import all_support_hma
+from kvobs.connectors.specs import load_ends_save
+from kvobs.connectors.sync_loads import Conditions, async_only, unsafe_loads
+from kvobs.connectors.validation import Validated
 from kvobs.export.feed import Feed, feed_of
 from kvobs.log import log
 from kvobs.probe.layer_calls import ARGUMENTS, Stalls

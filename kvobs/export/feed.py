@@ -39,7 +39,7 @@ from kvobs.vllm_api.proc import cores_of_parent, launch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvobs.children.specs import ChildSpec
+    from kvobs.connectors.specs import ChildSpec
 
 SPANS_WAITING = 2048
 """Groups of span records that wait for an exporter that does not read."""

@@ -37,7 +37,7 @@ from kvobs.vllm_api import versions
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvobs.children.specs import ChildSpec
+    from kvobs.connectors.specs import ChildSpec
     from kvobs.export.span_export import SpanCutter
 
 _METRICS = tuple(signal for signal in SIGNALS if signal.scope is not Scope.EXPORTER)

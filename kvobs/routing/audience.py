@@ -12,7 +12,7 @@ from kvobs.state.ledger import Ledger
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from kvobs.children.child import Child
+    from kvobs.connectors.child import Child
     from kvobs.routing.isolation import Isolation
     from kvobs.routing.lookups import OpenLookups
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvobs.children.child import Child
 from kvobs.clock import wall_ns
+from kvobs.connectors.child import Child
 from kvobs.faults import contained
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers

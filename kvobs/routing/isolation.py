@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvobs.children.child import Child, Unbuilt
-from kvobs.children.gate import ends_for_good
 from kvobs.clock import wall_ns
+from kvobs.connectors.child import Child, Unbuilt
+from kvobs.connectors.gate import ends_for_good
 from kvobs.log import line, log
 from kvobs.routing.visibility import Visibility
 from kvobs.state.events import Observer

@@ -23,7 +23,7 @@ from kvobs.state.transfers import InProgress
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from kvobs.children.child import Child
+    from kvobs.connectors.child import Child
     from kvobs.routing.isolation import Isolation
     from kvobs.routing.visibility import Visibility
     from kvobs.schema.options import Options

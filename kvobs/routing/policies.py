@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvobs.children.specs import HAND_OFF, name_among
 from kvobs.clock import wall_ns
+from kvobs.connectors.specs import HAND_OFF, name_among
 from kvobs.faults import contained
 from kvobs.prediction import HANDED_OVER, Candidate, ComputeCost, LoadChoice, to_compute
 from kvobs.state.events import ObservedRequest, Observer
@@ -22,7 +22,7 @@ from kvobs.state.transfers import Load
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from kvobs.children.child import Child
+    from kvobs.connectors.child import Child
     from kvobs.schema.options import Options
 
 _OPEN_AT_MOST = 16  # of a child's loads in progress, the oldest, that are looked at

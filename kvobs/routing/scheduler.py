@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.request import Request, RequestStatus
 
-from kvobs.children.child import Child
-from kvobs.children.fanout import call_all
 from kvobs.clock import wall_ns
+from kvobs.connectors.child import Child
+from kvobs.connectors.fanout import call_all
 from kvobs.routing.audience import Audience
 from kvobs.routing.completions import Completions
 from kvobs.routing.lookups import Offers

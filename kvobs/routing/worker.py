@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvobs.children.block_copies import BlockCopies, CopyBlocks
-from kvobs.children.child import Child
 from kvobs.clock import wall_ns
+from kvobs.connectors.block_copies import BlockCopies, CopyBlocks
+from kvobs.connectors.child import Child
 from kvobs.log import once
 from kvobs.routing.metadata import (
     LoadOrder,

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from kvobs.children.child import Child, Unbuilt
-from kvobs.children.gate import AT_ANY_TIME, Gate, ends_for_good
-from kvobs.children.specs import NEVER_AGAIN, name_among
+from kvobs.connectors.child import Child, Unbuilt
+from kvobs.connectors.gate import AT_ANY_TIME, Gate, ends_for_good
+from kvobs.connectors.specs import NEVER_AGAIN, name_among
 from kvobs.log import line, once
 from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata
 from kvobs.state.quarantine import FOR_GOOD, IsolationState

@@ -329,7 +329,7 @@ JOINT_FAULTS = (
     # pauses, waits and block copies
     JointFault(
         "an isolated connector's back-off follows from the pauses, too",
-        "kvobs/children/gate.py",
+        "kvobs/connectors/gate.py",
         "                self.on_slow(hook, ran)\n",
         "                self.on_slow(hook, spent)\n",
         f"{UNIT}/children/test_gate.py",
@@ -344,7 +344,7 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "a copy counts the first layer's bytes for each layer",
-        "kvobs/children/block_copies.py",
+        "kvobs/connectors/block_copies.py",
         "        block = sum(cache.nbytes // cache.shape[dims[layer]] for layer, cache in caches[0].items())\n",
         "        layer, cache = next(iter(caches[0].items()))\n"
         "        block = len(caches[0]) * (cache.nbytes // cache.shape[dims[layer]])\n",

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
-from kvobs.children.child import Child
+from kvobs.connectors.child import Child
 from kvobs.log import log as log_
 from kvobs.probe import black_box, ring
 from kvobs.probe.black_box import BlackBox

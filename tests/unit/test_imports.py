@@ -19,7 +19,7 @@ NEEDS_NO_VLLM = ("log", "vllm_api", "schema", "topology", "faults", "plugin")
 WITHOUT_TORCH = (
     *("export.span_export", "export.destinations"),
     *("telemetry.payload.wire", "cli.series"),
-    *("children.specs", "children.validation", "routing.lookups", "cli.check.check"),
+    *("connectors.specs", "connectors.validation", "routing.lookups", "cli.check.check"),
 )
 
 MODULES = house.modules()

@@ -15,7 +15,7 @@ from vllm.distributed.kv_events import BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
 from kvobs import faults
-from kvobs.children.specs import STATED_BYTES
+from kvobs.connectors.specs import STATED_BYTES
 from kvobs.probe.pauses import OF_PROCESS
 from kvobs.schema.signals import SIGNALS, Scope, Signal
 from kvobs.testing import BLOCK, Script, entry_of

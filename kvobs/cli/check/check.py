@@ -12,13 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvobs.children import validation
-from kvobs.children.known import PD_ROUTER, ROUTER
-from kvobs.children.specs import HAND_OFF
-from kvobs.children.sync_loads import SAFE, Conditions
 from kvobs.cli.check import destinations, rules, vllm_source
 from kvobs.cli.check.flags import DEFAULTS, DYNAMO_VLLM, RAY, Flags
 from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of
+from kvobs.connectors import validation
+from kvobs.connectors.known import PD_ROUTER, ROUTER
+from kvobs.connectors.specs import HAND_OFF
+from kvobs.connectors.sync_loads import SAFE, Conditions
 from kvobs.export.destinations import Setup, findings
 from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere, listen
 from kvobs.export.web_config import UnusableError, context

@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.plugins import load_general_plugins
 
-from kvobs.children.configured import class_of, named
-from kvobs.children.validation import NotUsableError
+from kvobs.connectors.configured import class_of, named
+from kvobs.connectors.validation import NotUsableError
 from kvobs.schema.findings import show
 from kvobs.vllm_api import versions
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvobs.children.sync_loads import SAFE, Conditions
+from kvobs.connectors.sync_loads import SAFE, Conditions
 from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding
 from kvobs.vllm_api.versions import V2_RUNNER

@@ -7,7 +7,7 @@ from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
-from kvobs.children.known import OURS, PD_ROUTER, ROUTER
+from kvobs.connectors.known import OURS, PD_ROUTER, ROUTER
 from kvobs.schema.config import PATH, ConfigError
 from kvobs.schema.config import read as read_extra
 from kvobs.schema.findings import Finding, show

@@ -8,9 +8,9 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from kvobs.children.known import OURS, ROUTER, missing_libraries
-from kvobs.children.validation import misplaced
 from kvobs.cli.check import vllm_source
+from kvobs.connectors.known import OURS, ROUTER, missing_libraries
+from kvobs.connectors.validation import misplaced
 from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding, unknown
 

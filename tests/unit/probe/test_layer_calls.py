@@ -12,8 +12,8 @@ from hypothesis import given
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvobs import faults
-from kvobs.children.child import Child
 from kvobs.clock import WALL_OFFSET
+from kvobs.connectors.child import Child
 from kvobs.probe import ring
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls, Stalls
 from kvobs.probe.recorder import SUM, CallEvent, Recorder

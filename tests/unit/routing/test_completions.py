@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvobs.children.child import Child
+from kvobs.connectors.child import Child
 from kvobs.probe.recorder import Recorder
 from kvobs.routing.completions import Completions, OutputView, released_set
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents

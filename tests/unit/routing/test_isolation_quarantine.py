@@ -131,7 +131,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, engine: Isolating, a: Script) -> dict[
     def pass_time(hook: str, _detail: Any) -> None:
         now[0] += int(took.get(hook, 0) * S)
 
-    monkeypatch.setattr("kvobs.children.gate.perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr("kvobs.connectors.gate.perf_counter_ns", lambda: now[0])
     a.on_call = pass_time
     return took
 

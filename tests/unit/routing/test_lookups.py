@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvobs.children.child import Child
+from kvobs.connectors.child import Child
 from kvobs.prediction.compute_cost import ComputeCost
 from kvobs.probe.recorder import Recorder
 from kvobs.routing import lookups, policies

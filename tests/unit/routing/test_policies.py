@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.children.child import Child
+from kvobs.connectors.child import Child
 from kvobs.prediction.compute_cost import ComputeCost
 from kvobs.prediction.load_choice import COMPUTING, FASTEST, HANDED_OVER
 from kvobs.probe.recorder import Recorder

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvobs.children.configured import read_specs
+from kvobs.connectors.configured import read_specs
 from kvobs.testing import BLOCK, Rig, Script, engine_config, transfer_config
 from tests.support.rig import Blocks, assert_gone_after, assert_nothing_is_left, child_config, counted, started
 from tests.support.scripted import Events, Handshake, Stats

@@ -5,8 +5,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvobs.children.child import Child, Unbuilt
-from kvobs.children.gate import AT_ANY_TIME, Gate
+from kvobs.connectors.child import Child, Unbuilt
+from kvobs.connectors.gate import AT_ANY_TIME, Gate
 from kvobs.probe.recorder import Recorder
 from kvobs.routing.metadata import Isolated, LoadOrder, MultiKVConnectorMetadata, Orders
 from kvobs.routing.worker_isolation import WorkerGates

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from vllm.config import KVTransferConfig
 
-from kvobs.children.configured import read_specs
+from kvobs.connectors.configured import read_specs
 from kvobs.schema.config import ConfigError, Configuration, read
 from kvobs.schema.options import Options, TracingOptions
 from kvobs.telemetry.tracing.trace_context import KEY

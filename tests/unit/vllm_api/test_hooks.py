@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvobs.children.fanout import RULES
 from kvobs.connector import MultiConnector
+from kvobs.connectors.fanout import RULES
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.routing.worker import WorkerSide
 from kvobs.vllm_api.hooks import HOOKS, INHERITED, Combine, Hook, Side, is_empty

@@ -8,8 +8,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
 import kvobs
-from kvobs.children import known
 from kvobs.connector import get_kv_connector_cache_layout
+from kvobs.connectors import known
 from kvobs.schema.config import PATH
 from kvobs.testing import engine_config
 from tests.support.configurations import TWO, check, config_of, layerwise, scripted, start

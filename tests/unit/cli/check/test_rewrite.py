@@ -10,8 +10,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 import kvobs
-from kvobs.children.configured import read_specs
 from kvobs.cli.check.rewrite import Router, rewrite, router_of
+from kvobs.connectors.configured import read_specs
 from tests.support.configurations import check
 
 STOCK_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"

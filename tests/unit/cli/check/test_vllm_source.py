@@ -11,9 +11,9 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvobs.children.known import ELSEWHERE, LIBRARIES, REMOVED, RENAMED
-from kvobs.children.sync_loads import ASYNC_ONLY
 from kvobs.cli.check import vllm_source
+from kvobs.connectors.known import ELSEWHERE, LIBRARIES, REMOVED, RENAMED
+from kvobs.connectors.sync_loads import ASYNC_ONLY
 
 
 def test_the_version_and_the_names_are_vllms() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvobs.children.specs import HAND_OFF, ChildSpec, is_kvobs, name_among, why_not_isolated
-from kvobs.children.sync_loads import SAFE, Conditions, loads_synchronously, unsafe_loads, unused_offers
+from kvobs.connectors.specs import HAND_OFF, ChildSpec, is_kvobs, name_among, why_not_isolated
+from kvobs.connectors.sync_loads import SAFE, Conditions, loads_synchronously, unsafe_loads, unused_offers
 from kvobs.schema import config
 from kvobs.schema.config import PATH, Configuration
 from kvobs.schema.findings import Finding, cut, unknown

@@ -13,9 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     supports_hma,
 )
 
-from kvobs.children.child import Child, Unbuilt
-from kvobs.children.configured import read_specs
-from kvobs.children.gate import NOTHING
+from kvobs.connectors.child import Child, Unbuilt
+from kvobs.connectors.configured import read_specs
+from kvobs.connectors.gate import NOTHING
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import KV_EVENTS, is_timed, locate, place, slot
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config

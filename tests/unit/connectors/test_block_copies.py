@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from vllm.distributed.kv_transfer.kv_connector import utils as stock
 
-from kvobs.children.block_copies import BlockCopies, block_dims
+from kvobs.connectors.block_copies import BlockCopies, block_dims
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 

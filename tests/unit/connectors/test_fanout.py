@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvobs.children.child import Child
-from kvobs.children.fanout import call_all, hooks_of
+from kvobs.connectors.child import Child
+from kvobs.connectors.fanout import call_all, hooks_of
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import is_timed, locate
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine

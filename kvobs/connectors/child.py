@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 from kvobs import faults
-from kvobs.children.gate import Gate
-from kvobs.children.specs import ChildSpec
+from kvobs.connectors.gate import Gate
+from kvobs.connectors.specs import ChildSpec
 from kvobs.log import line, log
 from kvobs.probe.layer_calls import Target
 from kvobs.probe.recorder import Call, Recorder

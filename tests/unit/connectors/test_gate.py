@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvobs.children.gate import AT_ANY_TIME, NOTHING, Gate, ends_for_good
+from kvobs.connectors.gate import AT_ANY_TIME, NOTHING, Gate, ends_for_good
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.vllm_api import versions
@@ -64,7 +64,7 @@ def test_a_call_within_a_step_that_takes_long_is_reported_once_it_is_over(
 ) -> None:
     """N8. What happens once, such as the start, may take its time; a call between layers is not measured."""
     now = [0]
-    monkeypatch.setattr("kvobs.children.gate.perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr("kvobs.connectors.gate.perf_counter_ns", lambda: now[0])
     made, failures = gate()
     slow: list[tuple[str, int]] = []
     made.slow_ns, made.on_slow = 1000, lambda *call: slow.append(call)
@@ -87,7 +87,7 @@ def test_a_call_that_raises_after_long_is_a_slow_one_too(
 ) -> None:
     """A timeout: another call would block as long. Pauses of the process do not count."""
     times = iter((0, 10**10))
-    monkeypatch.setattr("kvobs.children.gate.perf_counter_ns", lambda: next(times))
+    monkeypatch.setattr("kvobs.connectors.gate.perf_counter_ns", lambda: next(times))
     made, failures = gate()
     made._recorder.pauses.note(1, 1 + paused_ns)
     slow: list[tuple[str, int]] = []

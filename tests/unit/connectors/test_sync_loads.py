@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector, lmcache_connector
 
-from kvobs.children.sync_loads import (
+from kvobs.connectors.sync_loads import (
     SAFE,
     SEVERAL_GROUPS,
     SEVERAL_STEPS,
@@ -18,7 +18,7 @@ from kvobs.children.sync_loads import (
     loads_synchronously,
     unsafe_loads,
 )
-from kvobs.children.validation import Validated, find_classes, validate
+from kvobs.connectors.validation import Validated, find_classes, validate
 from kvobs.schema import config
 from kvobs.vllm_api.versions import TransferConfig
 

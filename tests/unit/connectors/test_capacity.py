@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.children.capacity import record_sizes
+from kvobs.connectors.capacity import record_sizes
 from kvobs.probe.recorder import Recorder
 
 OF_ALL, OF_EACH = {"cpu_bytes_to_use": "8000"}, {"cpu_bytes_to_use_per_rank": 4000}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
 
-from kvobs.children.validation import Validated, find_classes, transfer_config, validate
+from kvobs.connectors.validation import Validated, find_classes, transfer_config, validate
 from kvobs.schema import config
 from kvobs.schema.findings import Finding
 from kvobs.vllm_api.versions import TransferConfig

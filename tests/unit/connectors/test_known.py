@@ -10,10 +10,10 @@ import pytest
 from vllm import distributed
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvobs.children import known
-from kvobs.children.known import LIBRARIES, cure, is_installed, nearest
-from kvobs.children.specs import HAND_OFF, NEVER_AGAIN
-from kvobs.children.sync_loads import ASYNC_ONLY
+from kvobs.connectors import known
+from kvobs.connectors.known import LIBRARIES, cure, is_installed, nearest
+from kvobs.connectors.specs import HAND_OFF, NEVER_AGAIN
+from kvobs.connectors.sync_loads import ASYNC_ONLY
 
 NAMES = (
     "ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1", "LMCacheMPConnector",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvobs.children.specs import STATED_BYTES, STORES_MORE, ChildSpec, name_among
+from kvobs.connectors.specs import STATED_BYTES, STORES_MORE, ChildSpec, name_among
 from kvobs.faults import contained
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvobs.children import known
-from kvobs.children.child import Unbuilt
-from kvobs.children.specs import ChildSpec
-from kvobs.children.sync_loads import SAFE, Conditions
-from kvobs.children.validation import NotUsableError, Validated, clashing_layouts, find_classes, validate
+from kvobs.connectors import known
+from kvobs.connectors.child import Unbuilt
+from kvobs.connectors.specs import ChildSpec
+from kvobs.connectors.sync_loads import SAFE, Conditions
+from kvobs.connectors.validation import NotUsableError, Validated, clashing_layouts, find_classes, validate
 from kvobs.log import line, log
 from kvobs.schema.config import ConfigError
 from kvobs.schema.findings import show

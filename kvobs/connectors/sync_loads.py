@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvobs.children.specs import ChildSpec, why_not_isolated
+from kvobs.connectors.specs import ChildSpec, why_not_isolated
 from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding
 from kvobs.vllm_api import versions

@@ -7,7 +7,7 @@ connector that does not implement a hook is not called: most do not implement mo
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvobs.children.child import Child
+from kvobs.connectors.child import Child
 from kvobs.log import log
 from kvobs.probe.recorder import Call
 from kvobs.schema.signals import TIMED

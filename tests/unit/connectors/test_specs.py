@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from kvobs.children.specs import load_ends_save
+from kvobs.connectors.specs import load_ends_save
 from kvobs.testing import Script
 
 

@@ -8,8 +8,8 @@ from opentelemetry import trace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvobs
-from kvobs.children.configured import _fix_of_import, read_specs
 from kvobs.connector import get_kv_connector_cache_layout
+from kvobs.connectors.configured import _fix_of_import, read_specs
 from kvobs.schema.config import ConfigError
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from tests.support.contexts import no_otel_variables, request
