@@ -115,7 +115,7 @@ class LayerCalls:
                 self._count_long(whole)
             if self._every:
                 self._note_all()
-            end_ns, more, note = _ns(self._last), ring.pack(0, fan_outs), self._recorder.box.note
+            end_ns, more, note = int(self._last * 1e9), fan_outs << ring.CALLS_AT, self._recorder.box.note
             for i, pair, what in self._records:
                 note(pair, end_ns - whole[i], whole[i], more | what)
             self._short, self._sums = short, sums

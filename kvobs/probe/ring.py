@@ -10,6 +10,7 @@ RECORDS = 1 << 16
 RECORD = struct.Struct("3q")
 SIZE = RECORD.size
 BYTES = RECORDS * SIZE
+CALLS_AT = 32  # the first bit of the number of calls in a record's last word
 
 
 class Ring:
@@ -27,12 +28,12 @@ class Ring:
 
 def pack(call: int, calls: int = 1, *, has_raised: bool = False) -> int:
     """Encode a call, by the position of its words in the page, or so many calls, in one word."""
-    return calls << 32 | call << 1 | has_raised
+    return calls << CALLS_AT | call << 1 | has_raised
 
 
 def unpack(what: int) -> tuple[int, int, bool]:
     """Return what ``pack`` has encoded."""
-    return (what & 0xFFFFFFFF) >> 1, what >> 32, bool(what & 1)
+    return (what & (1 << CALLS_AT) - 1) >> 1, what >> CALLS_AT, bool(what & 1)
 
 
 def read(memory: memoryview) -> list[tuple[int, int, int]]:

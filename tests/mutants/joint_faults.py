@@ -332,7 +332,7 @@ JOINT_FAULTS = (
         "kvobs/connectors/gate.py",
         "                self.on_slow(hook, ran)\n",
         "                self.on_slow(hook, spent)\n",
-        f"{UNIT}/children/test_gate.py",
+        f"{UNIT}/connectors/test_gate.py",
     ),
     JointFault(
         "a step that loads has waited for the earlier steps, too",
@@ -348,7 +348,7 @@ JOINT_FAULTS = (
         "        block = sum(cache.nbytes // cache.shape[dims[layer]] for layer, cache in caches[0].items())\n",
         "        layer, cache = next(iter(caches[0].items()))\n"
         "        block = len(caches[0]) * (cache.nbytes // cache.shape[dims[layer]])\n",
-        f"{UNIT}/children/test_block_copies.py",
+        f"{UNIT}/connectors/test_block_copies.py",
     ),
     # names of the configuration
     JointFault(
