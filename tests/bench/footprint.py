@@ -59,7 +59,7 @@ class Call(NamedTuple):
         return self.file.startswith(PREFIXES[router]) and not self.file.startswith(NO_ROUTER)
 
     def __str__(self) -> str:
-        file = self.file.removeprefix(KVOBS.removesuffix("kvobs")).removeprefix(VLLM.removesuffix("vllm"))
+        file = self.file.removeprefix(VLLM.removesuffix("vllm")).removeprefix(KVOBS.removesuffix("kvobs"))
         return f"{'  ' * self.depth}{self.name}  {file}:{self.line}"
 
 
