@@ -44,9 +44,10 @@ def is_written(text: str, folder: str = "kvobs") -> bool:
 
 
 def _is_whole(message: str, text: str, folder: str) -> bool:
-    if not re.search(r"[a-z]{2}", message.replace(_VALUE, "")):
+    parts = message.split(_VALUE)
+    if not re.search(r"[a-z]{2}", "".join(parts)) or not all(part in text for part in parts):
         return False
-    found = re.fullmatch("(.*?)".join(map(re.escape, message.split(_VALUE))), text)
+    found = re.fullmatch("(.*?)".join(map(re.escape, parts)), text)
     return found is not None and all(
         len(value.split()) <= FEW_WORDS or value in _SYSTEMS or is_written(value, folder) for value in found.groups()
     )

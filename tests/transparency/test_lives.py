@@ -17,7 +17,7 @@ from tests.transparency.life import draw, from_seed
 from tests.transparency.sweep import SEEDS, Findings, quiet, sweep
 
 MORE = int(os.environ.get("KVOBS_LIVES", "0"))
-SHRINKABLE = 40
+SHRINKABLE = 20
 
 HAPPENS = (
     *("async load", "sync load", "load after a load", "load after a local hit", "load with dcp", "not yet"),
