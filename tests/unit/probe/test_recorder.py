@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvobs import faults
 from kvobs.clock import WALL_OFFSET
 from kvobs.probe import recorder
 from kvobs.probe.recorder import ERROR_TYPES_AT_MOST, SUM, CallEvent, Recorder, cost_of_recording
@@ -76,6 +77,17 @@ def test_a_call_that_raised_is_not_in_progress_in_the_black_box() -> None:
         mine.timed(0, HOOK, Mock(side_effect=OSError))()
     begun = mine.box.pair(0, HOOK)
     assert 0 < mine.box.words[begun] == mine.box.words[begun + 1]
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_call_whose_exception_can_not_be_noted_is_not_in_progress_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Recorder(1)
+    monkeypatch.setattr(mine.box, "raised", Mock(side_effect=LookupError))
+    with suppress(OSError):
+        mine.timed(0, HOOK, Mock(side_effect=OSError))()
+    begun = mine.box.pair(0, HOOK)
+    assert 0 < mine.box.words[begun] == mine.box.words[begun + 1]
+    assert faults.take() == {"record": 1}
 
 
 def test_slow_calls_count_and_one_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
