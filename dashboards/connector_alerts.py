@@ -1,4 +1,4 @@
-"""Define the alerts about connectors: their failures, the time that they take, and what they are worth.
+"""Define the alerts about connectors: their failures, the time that they take, and the time that they save.
 
 Most are about one connector of one engine. Vectors are matched with ``ignoring``, not ``on``: so labels of a site
 (cluster, namespace) count, and clusters do not hide each other. Those about many engines of a cluster see failures that

@@ -61,15 +61,14 @@ class Child:
 
     def _wrapped(self, hook: Hook) -> Call:
         """Return a hook's call in all that surrounds it, from the inside: drained, recorded, in its trace, guarded."""
-        name = hook.name
-        call: Call = getattr(self.connector, name)
+        method = call = getattr(self.connector, hook.name)
         if hook.combine is Combine.CHAIN:
-            call = partial(_drained, call, partial(count_events, self.recorder, self.index))
-        if not is_empty(getattr(self.connector, name)) and not self._is_inherited(hook):
-            call = self.recorder.timed(self.index, name, call)
+            call = partial(_drained, method, partial(count_events, self.recorder, self.index))
+        if not is_empty(method) and not _is_inherited(hook, method):
+            call = self.recorder.timed(self.index, hook.name, call)
             if self.activated is not None and hook.cadence is Cadence.REQUEST:
                 call = self.activated(call)
-        return call if self.gate is None else self.gate.guard(name, call)
+        return call if self.gate is None else self.gate.guard(hook.name, call)
 
     def layer_call(self, hook: str) -> Call:
         """Return the unrecorded call of a layer hook; ``layer_calls`` counts it."""
@@ -84,12 +83,13 @@ class Child:
         """Return whether the child implements this hook: it has an effect, or an answer that is not a constant."""
         return not is_empty(getattr(self.connector, hook))
 
-    def _is_inherited(self, hook: Hook) -> bool:
-        """Return whether vLLM's own line answers a hook of each step: timing it would cost more than it takes."""
-        if hook.cadence is not Cadence.STEP or hook.name in CALLS_ANOTHER:
-            return False
-        function = getattr(getattr(self.connector, hook.name), "__func__", None)
-        return function is not None and function is getattr(KVConnectorBase_V1, hook.name, None)
+
+def _is_inherited(hook: Hook, method: Call) -> bool:
+    """Return whether vLLM's base class answers a hook of each step: timing it would cost more than it takes."""
+    if hook.cadence is not Cadence.STEP or hook.name in CALLS_ANOTHER:
+        return False
+    function = getattr(method, "__func__", None)
+    return function is not None and function is getattr(KVConnectorBase_V1, hook.name, None)
 
 
 def _drained(call: Call, count: Callable[[Sequence[Any]], None], *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -113,7 +113,7 @@ class OutputView:
         return [*sync, *received], sent
 
     def _show_one(self, child: Child, output: Any, received: set[str], sent: set[str]) -> tuple[set[str], set[str]]:
-        """Show the output to one child; return both sets with its changes of its own requests."""
+        """Show the output to one connector; return both sets with its changes of requests that it owns."""
         hidden = self._visibility[child.index].hidden
         shown = Shown(set(received), set(sent), received - hidden, sent - hidden, set(failed_loads(output)))
         if hidden:
