@@ -49,7 +49,8 @@ INCIDENTS = (
               != sum without (kind) (kvobs_step_seconds_total offset 90s)
             or (
               label_replace(
-                group without (version, vllm_version) (kvobs_build_info), "host", "$1", "instance", "(.+?)(:[0-9]+)?"
+                group without (version, vllm_version, native) (kvobs_build_info),
+                "host", "$1", "instance", "(.+?)(:[0-9]+)?"
               )
               and on (__cluster__, host, model_name, engine)
               label_replace(

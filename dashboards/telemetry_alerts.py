@@ -29,7 +29,7 @@ TELEMETRY = (
         about=TARGET,
         # Both parts have the labels of the target, so that an alert goes on when an exporter ends after its engine.
         expr="""
-            (up{job="__job__"} unless ignoring (model_name, engine, version, vllm_version) kvobs_build_info)
+            (up{job="__job__"} unless ignoring (model_name, engine, version, vllm_version, native) kvobs_build_info)
             or (min without (model_name, engine) (kvobs_engine_up) == 0) - 1
         """,
         hold="20m",  # large models take that long to start

@@ -23,7 +23,7 @@ from kvobs.connectors import configured
 from kvobs.connectors.child import build
 from kvobs.connectors.configured import all_support_hma, read_specs, required_layout
 from kvobs.connectors.fanout import hooks_of
-from kvobs.probe.recorder import Call
+from kvobs.probe.pure import Call
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.routing.worker import WorkerSide
 from kvobs.state.ledger import Ledger

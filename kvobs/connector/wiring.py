@@ -18,7 +18,8 @@ from kvobs.connectors.validation import Validated
 from kvobs.export.feed import Feed, feed_of
 from kvobs.log import log
 from kvobs.probe.layer_calls import ARGUMENTS, Stalls
-from kvobs.probe.recorder import Call
+from kvobs.probe.native import choice
+from kvobs.probe.pure import Call
 from kvobs.routing import policies
 from kvobs.routing.audience import Audience
 from kvobs.routing.completions import Completions, OutputView
@@ -181,6 +182,8 @@ def _introduce(validated: Validated, tracing: TracingSettings | None) -> None:
     configuration = validated.configuration
     listed = ", ".join(f"{spec.name} ({spec.connector_class.__name__})" for spec in validated.specs)
     log.info("kvobs %s routes to %s; load_policy %s", __version__, listed, configuration.options.load_policy)
+    probe = choice()
+    log.info("calls are counted %s", "by the compiled probe" if probe.is_native else f"in Python: {probe.reason}")
     if configuration.stock:
         log.info("by %s vLLM's own stay in place: %s", STOCK_VARIABLE, ", ".join(sorted(configuration.stock)))
     for warning in validated.warnings:

@@ -15,7 +15,8 @@ from kvobs.connectors.gate import Gate
 from kvobs.connectors.specs import ChildSpec
 from kvobs.log import line, log
 from kvobs.probe.layer_calls import Target
-from kvobs.probe.recorder import Call, Recorder
+from kvobs.probe.pure import Call
+from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.config import PATH
 from kvobs.schema.signals import TIMED
@@ -70,14 +71,10 @@ class Child:
                 call = self.activated(call)
         return call if self.gate is None else self.gate.guard(hook.name, call)
 
-    def layer_call(self, hook: str) -> Call:
-        """Return the unrecorded call of a layer hook; ``layer_calls`` counts it."""
-        call: Call = getattr(self.connector, hook)
-        return call if self.gate is None else self.gate.guard_layer(hook, call)
-
     def layer_target(self, hook: str) -> Target:
-        """Return the calls of a layer hook, for its fan-out."""
-        return Target(self.index, self.layer_call(hook), getattr(self, hook))
+        """Return the unrecorded call of a layer hook, for the fan-out that counts it."""
+        call: Call = getattr(self.connector, hook)
+        return Target(self.index, call if self.gate is None else self.gate.guard_layer(hook, call))
 
     def does(self, hook: str) -> bool:
         """Return whether the child implements this hook: it has an effect, or an answer that is not a constant."""

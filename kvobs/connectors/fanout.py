@@ -9,7 +9,7 @@ from typing import Any
 
 from kvobs.connectors.child import Child
 from kvobs.log import log
-from kvobs.probe.recorder import Call
+from kvobs.probe.pure import Call
 from kvobs.schema.signals import TIMED
 from kvobs.vllm_api.hooks import Cadence, Combine, Hook
 

@@ -5,7 +5,8 @@ from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
-from kvobs.probe.recorder import NEVER, Call, Recorder
+from kvobs.probe.pure import Call
+from kvobs.probe.recorder import NEVER, Recorder
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 # Answers that vLLM reads as "nothing", if not None. Created anew for each call.

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from kvobs import faults
 from kvobs.log import line, log, once
 from kvobs.probe import ring_files
-from kvobs.probe.black_box import STEPS, UNKNOWN, Call, Page, folder, pages, place_of
+from kvobs.probe.black_box import STEPS, Call, Page, folder, pages, place_of
 from kvobs.telemetry.payload.wire import EngineInfo
 from kvobs.vllm_api.hooks import HOOKS
 from kvobs.vllm_api.proc import exit_status, is_ending, is_stopped
@@ -34,7 +34,7 @@ HANGS_NS = UNWATCHED_NS = 10 * 10**9
 LOOK_S, PAUSE_S = 1.0, 0.01
 AT_ONCE_S = 0.5
 """How long vLLM takes, at most, to kill an engine's processes; workers without their EngineCore end later."""
-NOT_SEEN, STOPPED = "not seen", "stopped"
+NOT_SEEN, STOPPED, UNKNOWN = "not seen", "stopped", "unknown"
 PREVIOUS_S = 15 * 60.0
 """How long the end of the previous life is shown, and how old it is at most at the start."""
 _BYTES = 1 << 12  # of the file with an end

@@ -27,6 +27,7 @@ from kvobs.export import destinations
 from kvobs.log import log
 from kvobs.probe.black_box import Identity
 from kvobs.probe.increments import Group, Increments
+from kvobs.probe.native import choice
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.telemetry.payload import wire
@@ -74,6 +75,7 @@ def describe_engine(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options
         load_policy=options.load_policy,
         failure_policy=str(getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", None) or ""),
         vllm_version=vllm.__version__,
+        is_native=choice().is_native,
         pages=Identity.of(vllm_config).pages(),
         ranks=int(vllm_config.parallel_config.world_size),
         launch=launch(server),

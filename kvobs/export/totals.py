@@ -184,7 +184,9 @@ class Totals:
     def _introduce(self, points: dict[Signal, list[Point]]) -> None:
         """Add the info metrics: versions, start and configuration."""
         engine = self._engine
-        points[signals.BUILD_INFO] = [Point((*self._labels, __version__, engine.vllm_version), 1)]
+        points[signals.BUILD_INFO] = [
+            Point((*self._labels, __version__, engine.vllm_version, str(engine.is_native).lower()), 1)
+        ]
         points[signals.START_TIME] = [Point(self._labels, engine.began_ns * signals.START_TIME.unit)]
         policies = engine.load_policy, engine.failure_policy
         points[signals.CONNECTOR_INFO] = [

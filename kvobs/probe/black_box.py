@@ -1,11 +1,11 @@
 """Show from outside a process which call into a connector it is in, its last calls, and the exception that ended it.
 
 Each process of an engine writes one page of shared memory with plain stores, always: others can read it while the GIL
-is held, and after the process is gone. A call has two words, its begin and the begin of the last one that ended: while
-they differ it is in progress. Times are ns of the monotonic clock, which all processes of a machine share.
+is held, and after the process is gone. It has single words, two marks for each call, the process's counts, and a ring
+of the last calls. Times are ns of the monotonic clock, which all processes of a machine share.
 
-The layer hooks, called hundreds of times per step, write their begin only. Which connector such a call is in, and
-whether it has ended, is read from the stack by a thread that looks once a second. The last calls follow in a ring.
+A call's marks are its begin, and the begin of the last one that ended: while they differ it is in progress. The layer
+hooks, called hundreds of times per step, mark their begin only, and the end of the last layer.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ import struct
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from threading import Thread
-from time import perf_counter, perf_counter_ns
-from types import CodeType, FrameType
+from time import perf_counter_ns
+from types import FrameType
 from typing import Any, NamedTuple
 
 from kvobs import faults
 from kvobs.log import once
 from kvobs.probe import ring, ring_files
-from kvobs.probe.pauses import LOOK_NS, OF_PROCESS
+from kvobs.probe.pauses import OF_PROCESS
+from kvobs.schema.signals import TABLE_DIGEST, place
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 from kvobs.vllm_api.proc import start_time
 
-BLIND_NS = 3 * LOOK_NS
-"""After so long without a look the thread can't run: the GIL is held, or the process stands still."""
 SCHEDULER = "scheduler"
-UNKNOWN = "unknown"
 SUFFIX = ".page"
 SURVIVED = frozenset({"reset_cache", "shutdown", "unregister_kv_caches", "restore_kv_caches"})
 """Hooks after whose exceptions the engine goes on, since vLLM returns them to its caller, or was ending anyway."""
 
-_MAGIC, _VERSION = b"KVOBSBOX", 3
 _HEAD = struct.Struct("<8sII")  # magic, version, length of the description as JSON
 _WORD = 8
 _HOOKS = tuple(HOOKS)
 _LAYER_HOOKS = tuple(hook.name for hook in HOOKS.values() if hook.cadence is Cadence.LAYER)
+_MAGIC = b"KVOBSBOX"
+_VERSION = zlib.crc32(repr((4, TABLE_DIGEST, _HOOKS)).encode())  # of the positions of its words
 _NAME = 64  # bytes of an exception's class
 # The words of a page.
 (
@@ -56,15 +56,13 @@ _NAME = 64  # bytes of an exception's class
     SINCE,  # begin of a worker's step; 0: it is in none
     STEPS,  # number of steps that have ended
     LOOKED,  # when the thread looked last
-    SEEN,  # the begin of the layer hook's call that it saw in progress, in seconds
-    SEEN_IN,  # the connector that this call was in, from 1; 0: the call has ended
     RAISED,  # when an exception that ends the engine last ended a call
-    RAISED_IN,  # position of this call's words
+    RAISED_IN,  # position of this call's marks
     RAISED_STEPS,  # number of steps that have ended once its step has, too
     RAISED_CLASS,
-) = range(10)
-_MARKS = RAISED_CLASS + _NAME // _WORD  # of each layer hook the begin of its last call, in seconds
-_PAIRS = _MARKS + len(_LAYER_HOOKS)
+) = range(8)
+_FAN_OUTS = RAISED_CLASS + _NAME // _WORD  # of each layer hook their number, and the end of the last one
+_MARKS = _FAN_OUTS + 2 * len(_LAYER_HOOKS)
 _DATA_PARALLEL = re.compile(r"_dp(\d{1,9})$")
 
 
@@ -104,7 +102,7 @@ class BlackBox:
     The exceptions of the connectors at the positions ``contained`` are contained. ``memory`` is of zeros; None: memory
     that nobody else sees. ``remove`` removes the page.
 
-    ``words`` and ``floats`` are its marks, for callers that inline the stores: a call would cost more.
+    ``words`` are the page's, from ``ring`` on those of the last calls.
     """
 
     def __init__(
@@ -118,26 +116,26 @@ class BlackBox:
         about = _about(names, rank)
         memory = memory if memory is not None else mmap.mmap(-1, _size(about, names))
         self._names, self.rank, self._contained = names, rank, contained
-        self._codes: dict[CodeType, tuple[int, Mapping[int, int]]] = {}
         self._remove = weakref.finalize(self, remove) if remove is not None else None
-        marks, calls = _parts(memory, about, names)
-        self.words, self.floats = marks.cast("q"), marks.cast("d")
-        self.ring = ring.Ring(calls)
+        self.words = _words(memory, about, names)
+        self.ring = _ring(names)
         memory[_HEAD.size : _HEAD.size + len(about)] = about
         memory[: _HEAD.size] = _HEAD.pack(_MAGIC, _VERSION, len(about))
 
-    def pair(self, child: int, hook: str) -> int:
-        """Return the position of a call's two words: its begin, and the begin of the last one that ended."""
-        return _PAIRS + 2 * (child * len(_HOOKS) + _HOOKS.index(hook))
+    @staticmethod
+    def marks(child: int, hook: str) -> int:
+        """Return the position of a call's two marks."""
+        return _MARKS + 2 * (child * len(_HOOKS) + _HOOKS.index(hook))
 
-    def note(self, pair: int, begin_ns: int, spent_ns: int, what: int) -> None:
-        """Write the record of a call with this pair of words; then it counts as ended."""
-        words, following = self.words, self.ring.next
-        words[pair] = begin_ns
-        at = following[0]
-        following[0] = at + ring.SIZE if at < self.ring.last else 0
-        ring.RECORD.pack_into(self.ring.memory, at, begin_ns, spent_ns, what)
-        words[pair + 1] = begin_ns
+    @staticmethod
+    def fan_outs(hook: str) -> int:
+        """Return the position of the two words of a layer hook: its fan-outs, and the end of the last one."""
+        return _FAN_OUTS + 2 * _LAYER_HOOKS.index(hook)
+
+    @property
+    def counts(self) -> int:
+        """Return the position of the process's counts: those of the slots from 0 on."""
+        return _counts(self._names)
 
     def raised(self, child: int, hook: str, error: BaseException) -> None:
         """Note the exception of a call if it ends the engine, and log that before vLLM gets it."""
@@ -146,43 +144,13 @@ class BlackBox:
         name = type(error).__qualname__
         bytes_, at = self.words.cast("B"), RAISED_CLASS * _WORD
         bytes_[at : at + _NAME] = name.encode()[:_NAME].ljust(_NAME, b"\0")
-        self.words[RAISED_IN] = self.pair(child, hook)
+        self.words[RAISED_IN] = self.marks(child, hook)
         self.words[RAISED_STEPS] = self.words[STEPS] + bool(self.words[SINCE])
         self.words[RAISED] = perf_counter_ns()
         if self._remove is not None:
             self._remove.detach()  # the next start removes the page
         text = "connector %r raised %s in %s on %s; this ends the engine"
         once(f"ends:{child}:{hook}", logging.ERROR, text, self._names[child], name, hook, place_of(self.rank))
-
-    @staticmethod
-    def place_of_layers(hook: str) -> int:
-        """Return the position of the word for the begin of a layer hook's calls, in seconds."""
-        return _MARKS + _LAYER_HOOKS.index(hook)
-
-    def watch(self, hook: str, code: CodeType, lines: Mapping[int, int]) -> None:
-        """Watch the calls of a layer hook: ``code`` calls a connector in each of these ``lines``."""
-        self._codes[code] = self.place_of_layers(hook), lines
-
-    @faults.contained("record")
-    def look(self) -> None:
-        """Note whether a layer hook's call that began long ago is in progress, and in which connector."""
-        at = max((at for at, _ in tuple(self._codes.values())), key=self.floats.__getitem__, default=_MARKS)
-        mark, step = self.floats[at], self.words[SINCE] * 1e-9
-        if step and step < mark < perf_counter() - LOOK_NS * 1e-9:
-            self.words[SEEN_IN] = self._in_progress(at)
-            self.floats[SEEN] = mark
-        self.words[LOOKED] = perf_counter_ns()
-
-    def _in_progress(self, at: int) -> int:
-        """Return the connector that a thread is in by this layer hook, from 1; 0: no thread is."""
-        for top in sys._current_frames().values():
-            frame: FrameType | None = top
-            while frame is not None:  # its variables are not read: that would keep alive what they hold
-                place, lines = self._codes.get(frame.f_code, (0, {}))
-                if place == at:
-                    return lines.get(frame.f_lineno, -1) + 1
-                frame = frame.f_back
-        return 0
 
     @faults.contained("record")
     def close(self) -> None:
@@ -208,11 +176,11 @@ def _was_unwinding(error: BaseException) -> bool:
 
 
 def _look(box: weakref.ref[BlackBox]) -> bool:
-    """Look at the calls of a process; return whether it goes on."""
+    """Note that the thread runs: it can't while the GIL is held. Return whether the process goes on."""
     watched = box()
     if watched is None or watched.words[ENDED]:
         return False
-    watched.look()
+    watched.words[LOOKED] = perf_counter_ns()
     return True
 
 
@@ -251,21 +219,24 @@ def _first(about: bytes) -> int:
     return -(-(_HEAD.size + len(about)) // _WORD) * _WORD
 
 
+def _counts(names: Sequence[str]) -> int:
+    return _MARKS + 2 * len(names) * len(_HOOKS)
+
+
+def _ring(names: Sequence[str]) -> int:
+    return _counts(names) + place(len(names), 0)
+
+
 def _size(about: bytes, names: Sequence[str]) -> int:
-    return _first(about) + _marks(names) + ring.BYTES
+    return _first(about) + _ring(names) * _WORD + ring.BYTES
 
 
-def _marks(names: Sequence[str]) -> int:
-    return (_PAIRS + 2 * len(names) * len(_HOOKS)) * _WORD
-
-
-def _parts(memory: mmap.mmap, about: bytes, names: Sequence[str]) -> tuple[memoryview, memoryview]:
-    """Return the marks and the ring of a page; ValueError if it does not end with a record."""
-    words = memoryview(memory)[_first(about) :]
-    marks, calls = words[: _marks(names)], words[_marks(names) :]
-    if not calls or len(calls) % ring.SIZE:
+def _words(memory: mmap.mmap, about: bytes, names: Sequence[str]) -> memoryview:
+    """Return the words of a page; ValueError if it does not end with a record."""
+    words = memoryview(memory)[_first(about) :].cast("q")
+    if len(words) <= _ring(names) or (len(words) - _ring(names)) % ring.WORDS:
         raise ValueError("it is cut off")
-    return marks, calls
+    return words
 
 
 class Call(NamedTuple):
@@ -312,9 +283,9 @@ class Page:
         self._started: str | None = described["started"]
         self.rank: int | None = described["rank"]
         self._names: list[str] = described["connectors"]
-        marks, self._ring = _parts(memory, about, self._names)
-        self.words, self._floats = marks.cast("q"), marks.cast("d")
-        self.room = len(self._ring) // ring.SIZE  # of calls, before the oldest are overwritten
+        self.words = _words(memory, about, self._names)
+        self._ring = self.words[_ring(self._names) :]
+        self.room = len(self._ring) // ring.WORDS  # of calls, before the oldest are overwritten
         self.halted_ns = 0  # when the reader last saw that its process did not run
 
     @property
@@ -327,10 +298,18 @@ class Page:
 
     def calls(self) -> list[Call]:
         """Return the calls in progress, or those in which the process died."""
-        words = self.words.tolist()
-        begun = range(_PAIRS, len(words) - 1, 2)
-        calls = [Call(*self._call(at), self.rank, words[at]) for at in begun if words[at] != words[at + 1]]
-        return calls or list(self._layer_call(max([words[at] for at in begun], default=0)))
+        words = self.words[: _counts(self._names)].tolist()
+        found: dict[int, Call] = {}
+        for at in range(_MARKS, len(words), 2):
+            name, hook = self._call(at)
+            if hook not in _LAYER_HOOKS:
+                key, is_in_progress = at, words[at] != words[at + 1]
+            else:  # of a fan-out only the call that began last is in progress
+                key = BlackBox.fan_outs(hook)
+                is_in_progress = words[at] > max(words[key + 1], found[key].since_ns if key in found else 0)
+            if is_in_progress:
+                found[key] = Call(name, hook, self.rank, words[at])
+        return list(found.values())
 
     def records(self) -> list[Record]:
         """Return the last calls that have ended, in the order of their begin."""
@@ -343,24 +322,8 @@ class Page:
         return found
 
     def _call(self, at: int) -> tuple[str, str]:
-        child, hook = divmod((at - _PAIRS) // 2, len(_HOOKS))
+        child, hook = divmod((at - _MARKS) // 2, len(_HOOKS))
         return self._names[child], _HOOKS[hook]
-
-    def _layer_call(self, others_ns: int) -> Iterator[Call]:
-        """Yield the call of a layer hook that is in progress, if it began after the other hooks' calls."""
-        words, floats = self.words, self._floats
-        at = max(range(_MARKS, _PAIRS), key=floats.__getitem__)
-        mark = floats[at]
-        since_ns, now_ns = round(mark * 1e9), perf_counter_ns()
-        if not words[SINCE] or since_ns <= max(words[SINCE], others_ns) or now_ns - since_ns < LOOK_NS:
-            return
-        name = UNKNOWN  # the GIL is held: by this call, or by what runs after it, such as a driver that hangs
-        if now_ns - words[LOOKED] < BLIND_NS or not self.is_alive:
-            child = words[SEEN_IN] - 1 if floats[SEEN] == mark else -1
-            if child < 0:
-                return
-            name = self._names[child]
-        yield Call(name, _LAYER_HOOKS[at - _MARKS], self.rank, since_ns)
 
     def raised(self) -> Call | None:
         """Return the last exception, if it ends the engine: no call has begun since, or no step but those it ended.
@@ -368,7 +331,7 @@ class Page:
         A worker's step ends with calls into all connectors, after an exception, too.
         """
         words = self.words
-        begun = range(_PAIRS, len(words) - 1, 2)
+        begun = range(_MARKS, _counts(self._names), 2)
         if self.rank is None:
             goes_on = any(words[at] > words[RAISED] and self._call(at)[1] not in SURVIVED for at in begun)
         else:

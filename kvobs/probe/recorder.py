@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from functools import cache
-from itertools import compress
-from operator import ne
+from functools import cache, partial
 from time import perf_counter_ns
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -20,31 +18,28 @@ from kvobs import faults
 from kvobs.clock import WALL_OFFSET
 from kvobs.faults import contained
 from kvobs.log import once
-from kvobs.probe import ring
+from kvobs.probe import native, ring
 from kvobs.probe.black_box import BlackBox
 from kvobs.probe.increments import Increments
 from kvobs.probe.pauses import Pauses
+from kvobs.probe.pure import Call, Target
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, Signal, place
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
-Call = Callable[..., Any]
-
-# A histogram: an item for each bucket, then the sum in ns.
-Tally = list[int]
 SUM = CALL_DURATION.sum_offset
 
 
 @cache
-def buckets(signal: Signal) -> list[int]:
+def buckets(signal: Signal) -> bytes:
     """Return the bucket of a duration by the number of its bits: bounds are powers of two."""
-    return [bisect_left(signal.bounds, bits) for bits in range(65)]
+    return bytes([bisect_left(signal.bounds, bits) for bits in range(65)])
 
 
-BUCKET = buckets(CALL_DURATION)
 _CALLS = {name: signals.slot(CALL_DURATION, signals.hook_label(name)) for name in signals.TIMED}
+_BUCKETS = frozenset(first + i for first in _CALLS.values() for i in range(SUM))
 
-NEVER = 2**63  # ns; an int, since comparing with a float costs three times as much
+NEVER = 2**63 - 1  # ns
 
 ERROR_TYPES_AT_MOST = 64  # different (child, hook, error type); the ones after that are counted as OTHER_VALUE
 _NAME_AT_MOST = 64
@@ -93,12 +88,9 @@ class Recorder:
         listener: CallListener | None = None,
         box: BlackBox | None = None,
     ) -> None:
-        self._counts: dict[int, int] = {}  # slot -> how much was added since the last time
         self._opened: dict[tuple[str | int, ...], int] = {}
         self._gauges: dict[int, int] = {}
         self._changed_gauges: dict[int, int] = {}
-        # Tallies are cumulative: a call may be counted by another thread while they are read.
-        self._tallies: dict[int, tuple[Tally, Tally, bool]] = {}  # first slot -> now, when last taken, whether of calls
         self._slow_ns = slow_ns
         self.pauses = Pauses()  # none, until this process is watched
         self.listener = listener
@@ -106,6 +98,11 @@ class Recorder:
         self.children = children
         self._names = names or tuple(map(str, range(children)))
         self.box = box if box is not None else BlackBox(self._names)
+        self.words, self._first = self.box.words, self.box.counts
+        self.probe = native.probe(self.words, self.box.ring, buckets(CALL_DURATION), SUM)
+        self._taken = bytearray(8 * place(children, 0))
+        firsts = [place(child, 0) for child in range(children)]
+        self._call_slots = frozenset([first + slot for first in firsts for slot in _BUCKETS])
 
     # Counting
 
@@ -142,79 +139,59 @@ class Recorder:
             self._gauges[at] = self._changed_gauges[at] = value
 
     def _add(self, slot: int, n: int) -> None:
-        if n:
-            self._counts[slot] = self._counts.get(slot, 0) + n
+        at = self._first + slot
+        try:
+            self.words[at] += n
+        except ValueError:  # a sum of ns wraps around, and its growth is right
+            self.words[at] = (self.words[at] + n + 2**63) % 2**64 - 2**63
 
     # Calls
 
-    def tally(self, child: int, hook: str) -> Tally:
-        """Return the tally of this hook's calls into this child."""
-        return self._tally(place(child, _CALLS[hook]), SUM, is_of_calls=True)
+    def calls(self, child: int, hook: str) -> int:
+        """Return the position of the histogram of this hook's calls into this child."""
+        return self._first + place(child, _CALLS[hook])
 
-    def histogram(self, child: int, signal: Signal, *values: str) -> Tally:
-        """Return a histogram of this child, for those who add to it in place."""
-        return self._tally(place(child, signals.slot(signal, *values)), signal.sum_offset, is_of_calls=False)
-
-    def _tally(self, first: int, last: int, *, is_of_calls: bool) -> Tally:
-        if first not in self._tallies:
-            zeros = [0] * (last + 1)
-            self._tallies[first] = zeros, [*zeros], is_of_calls
-        return self._tallies[first][0]
+    def histogram(self, child: int, signal: Signal) -> int:
+        """Return the position of a histogram of this child."""
+        return self._first + place(child, signals.slot(signal))
 
     def slow_ns(self, hook: str) -> int:
         """Return the duration above which a call of this hook is slow."""
         return NEVER if HOOKS[hook].cadence is Cadence.ONCE else self._slow_ns
 
+    def target(self, child: int, hook: str, call: Call, notice: Callable[[int, int, Any], int] | None = None) -> Target:
+        """Return ``call`` with what counts it; ``notice`` replaces the usual one."""
+        marks, noticed_ns = self.box.marks(child, hook), -1 if self.traces_all else self.slow_ns(hook)
+        notice = notice if notice is not None else partial(self.notice, child, hook)
+        failed = partial(self.failed, child, hook)
+        return Target(call, marks, self.calls(child, hook), ring.pack(marks), noticed_ns, notice, failed)
+
     def timed(self, child: int, hook: str, call: Call) -> Call:
         """Return ``call`` with every call timed and its errors counted; answers and errors pass untouched."""
-        tally = self.tally(child, hook)
-        noticed_ns = -1 if self.traces_all else self.slow_ns(hook)  # one threshold: two would cost two comparisons
-        words, begun = self.box.words, self.box.pair(child, hook)
-        ended, what = begun + 1, ring.pack(begun)
-        memory, following = self.box.ring.memory, self.box.ring.next
-        put, size, last = ring.RECORD.pack_into, ring.SIZE, self.box.ring.last
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            start = words[begun] = perf_counter_ns()
-            try:
-                answer = call(*args, **kwargs)
-            except BaseException as error:
-                self.failed(child, hook, start, perf_counter_ns() - start, error, *args[:1])
-                words[ended] = start
-                raise
-            spent = perf_counter_ns() - start
-            at = following[0]
-            following[0] = at + size if at < last else 0
-            put(memory, at, start, spent, what)
-            words[ended] = start
-            try:
-                if spent > noticed_ns:
-                    spent = self.notice(child, hook, start, spent, *args[:1])
-                tally[BUCKET[(spent - 1).bit_length()]] += 1
-                tally[SUM] += spent
-            except Exception:
-                faults.contain("record")
-            return answer
-
-        return recorded
+        return self.probe.timed(*self.target(child, hook, call))
 
     def notice(self, child: int, hook: str, start: int, spent: int, subject: Any = None) -> int:
         """Count a call if it is slow, pass it to the listener, and return its time without pauses (see ``_ran_ns``)."""
+        try:
+            ran, is_slow = self.count_slow(child, hook, start, spent)
+            if self.listener is not None:
+                self.listener.note(CallEvent(child, hook, start + WALL_OFFSET, spent, is_slow, subject=subject))
+        except Exception:
+            faults.contain("record")
+            return spent
+        return ran
+
+    def count_slow(self, child: int, hook: str, start: int, spent: int) -> tuple[int, bool]:
+        """Count a call if it is slow; return its time without pauses, and whether it is."""
         ran = self._ran_ns(hook, start, spent)
         if is_slow := ran > self.slow_ns(hook):
             self._slow(child, hook, start, ran)
-        if self.listener is not None:
-            self.listener.note(CallEvent(child, hook, start + WALL_OFFSET, spent, is_slow, subject=subject))
-        return ran
+        return ran, is_slow
 
-    def add_call(self, child: int, hook: str, start: int, spent: int) -> int:
-        """Count a call that took ``spent`` ns; return its time without pauses (see ``_ran_ns``)."""
-        tally, ran = self.tally(child, hook), self._ran_ns(hook, start, spent)
-        tally[BUCKET[(ran - 1).bit_length()]] += 1
-        tally[SUM] += ran
-        if ran > self.slow_ns(hook):
-            self._slow(child, hook, start, ran)
-        return ran
+    def add_call(self, child: int, hook: str, start: int, spent: int) -> None:
+        """Count a call."""
+        ran, _ = self.count_slow(child, hook, start, spent)
+        self.observe(child, CALL_DURATION, ran, signals.hook_label(hook))
 
     def _ran_ns(self, hook: str, start: int, spent: int) -> int:
         """Return a call's time; without pauses of the process if it would be slow with them."""
@@ -230,13 +207,14 @@ class Recorder:
         once(f"{key}:{child}:{hook}", level, text, self._names[child], hook, spent / 1e6, self.slow_ns(hook) / 1e6)
 
     @contained("record")
-    def failed(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
+    def failed(  # noqa: PLR0917 - the probe passes them by position
+        self, child: int, hook: str, start: int, spent: int, error: BaseException, subject: Any = None
+    ) -> None:
         """Count a call that ended with an exception."""
         self.box.raised(child, hook, error)
-        pair = self.box.pair(child, hook)
-        self.box.note(pair, start, spent, ring.pack(pair, has_raised=True))
+        self.probe.note(start, spent, ring.pack(self.box.marks(child, hook), has_raised=True))
         self.add_call(child, hook, start, spent)
-        self.count_error(child, hook, start, spent, error, *subject)
+        self.count_error(child, hook, start, spent, error, subject)
 
     @contained("record")
     def count_error(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
@@ -254,18 +232,13 @@ class Recorder:
 
     def take(self) -> Increments:
         """Return the increments since the last call."""
-        begin, calls, counts = perf_counter_ns(), 0, self._counts
-        for first, (now, taken, is_of_calls) in self._tallies.items():
-            if now != taken:  # as of few hooks
-                for i in compress(range(len(now)), map(ne, now, taken)):
-                    n = now[i]
-                    counts[first + i] = more = n - taken[i]
-                    calls += more if is_of_calls and i != SUM else 0
-                    taken[i] = n
-        self._add(_RECORD, int(calls * cost_of_recording()))
+        begin = perf_counter_ns()
         collected, self.pauses.collected_ns = self.pauses.collected_ns, 0
         self._add(_COLLECTED[self.box.rank is None], collected)
-        self._counts = {}
+        counts = self.probe.take(self._first, self._taken)
+        calls = sum([n for slot, n in counts.items() if slot in self._call_slots])
+        if calls:
+            counts[_RECORD] = counts.get(_RECORD, 0) + int(calls * cost_of_recording())
         opened = [[*key, n] for key, n in self._opened.items() if n]
         self._opened = dict.fromkeys(self._opened, 0)
         gauges, self._changed_gauges = self._changed_gauges, {}

@@ -242,8 +242,8 @@ PROMPT_TAIL_TOKENS = Signal(
 LOCAL_CACHE_TOKENS = Signal("kvobs_local_cache_tokens", "Size of vLLM's own KV cache (tokens).", scope=Scope.PROCESS)
 BUILD_INFO = Signal(
     "kvobs_build_info",
-    "Versions of kvobs and vLLM; always 1.",
-    dict.fromkeys(("version", "vllm_version"), OPEN),
+    "Versions of kvobs and vLLM; native says whether the compiled probe counts; always 1.",
+    dict.fromkeys(("version", "vllm_version", "native"), OPEN),
     scope=Scope.PROCESS,
 )
 START_TIME = Signal("kvobs_start_time_seconds", "Start of the engine's counters, as Unix time.", scope=Scope.OUTSIDE)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvobs.faults import contain
-from kvobs.probe.recorder import Call
+from kvobs.probe.pure import Call
 from kvobs.state.events import EVENTS, Observer
 from kvobs.telemetry.tracing.request_traces import Traces
 

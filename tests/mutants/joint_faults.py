@@ -62,7 +62,7 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "a call that raised stays in progress in the black box",
-        "kvobs/probe/recorder.py",
+        "kvobs/probe/pure.py",
         "                words[ended] = start\n                raise\n",
         "                raise\n",
         f"{UNIT}/probe/test_recorder.py",
@@ -336,10 +336,9 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "a step that loads has waited for the earlier steps, too",
-        "kvobs/probe/layer_calls.py",
-        "            self._before[child] = total = tally[SUM]\n            whole[child] += total - before\n",
-        "            total = tally[SUM]\n            if waits:\n                self._before[child] = total\n"
-        "            whole[child] += total - before\n",
+        "kvobs/probe/pure.py",
+        "        self._before, steps, layers = now, ",
+        "        self._before, steps, layers = now if is_waiting else self._before, ",
         f"{UNIT}/probe/test_layer_calls.py",
     ),
     JointFault(

@@ -9,6 +9,7 @@ from kvobs.telemetry.requests.request_reports import Reports
 from kvobs.telemetry.tracing.request_traces import Traces
 from kvobs.telemetry.transfers.gains import Gains
 from kvobs.testing import Rig, Script, entry_of
+from tests.support.probes import counts
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
 
 def counts_of(recorder: Recorder, child: int, metric: str, *labels: str) -> int:
     """Return what a recorder has counted since its numbers were taken."""
-    return recorder._counts.get(_place(child, metric, *labels), 0)
+    return counts(recorder).get(_place(child, metric, *labels), 0)
 
 
 def _place(child: int, metric: str, *labels: str) -> int:

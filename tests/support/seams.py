@@ -20,6 +20,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import kvobs
+from kvobs.probe import native
 from kvobs.state.events import EVENTS, Observer
 
 PACKAGE = Path(kvobs.__file__).parent
@@ -191,6 +192,8 @@ def replace_clock(clock: Callable[[], int], replace: Callable[[object, str, Any]
         is_ours = name.startswith("kvobs.") and not name.endswith(".pauses")  # whose threads outlive the test
         for kind in readings.keys() & vars(module).keys() if is_ours else ():
             replace(module, kind, readings[kind])
+    probe = native.probe
+    replace(native, "probe", lambda *page: probe(*page, clock))
 
 
 class Writes:

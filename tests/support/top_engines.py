@@ -119,7 +119,7 @@ def exporting(
     record(recorder)
     at = {place(child, slot(signal, *values)): value for (child, signal, *values), value in gauges.items()}
     connectors = tuple(ConnectorInfo(name, "C", "kv_both") for name in names)
-    totals = Totals(EngineInfo(1, 1, "tiny", 0, connectors, "first", "fail", "0.32.0", "127.0.0.1", None))
+    totals = Totals(EngineInfo(1, 1, "tiny", 0, connectors, "first", "fail", "0.32.0", host="127.0.0.1", port=None))
     totals.add(Increments(recorder.take().counts, opened, at))
     totals.set_own(ENGINE_UP, 1)
     with closing(Server("127.0.0.1", 0, Exposition(totals, lambda: None).text, lambda: (True, {}))) as server:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvobs.connectors.child import Child
 from kvobs.log import log as log_
-from kvobs.probe import black_box, ring
+from kvobs.probe import black_box, native, ring
 from kvobs.probe.black_box import BlackBox
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls
-from kvobs.probe.recorder import Recorder
+from kvobs.probe.pure import Probe
+from kvobs.probe.recorder import SUM, Recorder
 
 NAMES = ("cpu", "remote")
 REMOTE = 1
@@ -28,12 +30,18 @@ def config(engine: str) -> Any:
     return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine), instance_id="one")
 
 
+PROBES: WeakKeyDictionary[BlackBox, Probe] = WeakKeyDictionary()
+
+
 def note(
     box: BlackBox, child: int, hook: str, begin_ns: int, spent_ns: int, *, calls: int = 1, raised: bool = False
 ) -> None:
     """Write the record of a call, or of so many calls."""
-    pair = box.pair(child, hook)
-    box.note(pair, begin_ns, spent_ns, ring.pack(pair, calls, has_raised=raised))
+    marks = box.marks(child, hook)
+    probe = PROBES.setdefault(box, native.probe(box.words, box.ring, bytes(65), SUM))
+    probe.note(begin_ns, spent_ns, ring.pack(marks, calls, has_raised=raised))
+    ended = box.fan_outs(hook) + 1 if hook in ARGUMENTS else marks + 1
+    box.words[marks] = box.words[ended] = begin_ns
 
 
 class _Slow:
@@ -126,7 +134,7 @@ def _call(engine: str, rank: int | None, fault: str, hook: str, begins: Callable
         connectors = [SimpleNamespace(**{hook: well}), SimpleNamespace(**{hook: call})]
         children = [Child(i, NAMES[i], one, recorder) for i, one in enumerate(connectors)]
         recorded: Any = LayerCalls(hook, [child.layer_target(hook) for child in children], recorder).fan_out
-        arguments: tuple[Any, ...] = (None,) * len(ARGUMENTS[hook].split(","))
+        arguments: tuple[Any, ...] = (None,) * len(ARGUMENTS[hook])
     else:
         recorder.timed(0, hook, well)()
         recorded, arguments = recorder.timed(REMOTE, hook, call), ()

@@ -151,7 +151,7 @@ def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pyte
             most, n = float(slowest) * NS[unit_of_slowest], int(calls)
             for ns in [most, *[(float(total) * NS[unit] - most) / max(1, n - 1)] * (n - 1)]:
                 note(box, names.index(connector), hook, now - 40 * 10**9, round(ns))
-        box.words[box.pair(1, "wait_for_save")], box.words[black_box.LOOKED] = now - 34 * 10**9, now
+        box.words[box.marks(1, "wait_for_save")], box.words[black_box.LOOKED] = now - 34 * 10**9, now
         os._exit(0)
     os.wait()
     assert len(rows) == 8

@@ -82,6 +82,7 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
     result.facts[url] = {
         "kvobs": numbers.label(signals.BUILD_INFO, "version") or "?",
         "vLLM": numbers.label(signals.BUILD_INFO, "vllm_version") or "?",
+        "compiled probe": numbers.label(signals.BUILD_INFO, "native") or "?",
         "connectors": ", ".join(sorted(f"{row.connector} ({row.state})" for row in rows)) or "none yet",
         "series of kvobs": f"{series.total():,}",
         "exemplars": "no OpenMetrics here" if exemplars is None else f"{exemplars:,}",

@@ -192,6 +192,7 @@ class EngineInfo:
     load_policy: str
     failure_policy: str  # vLLM's ``kv_load_failure_policy``
     vllm_version: str
+    is_native: bool = False  # whether its processes have the compiled probe
     host: str = ""  # to listen on
     port: int | None = None  # of /metrics; None: it is served nowhere
     web_config: str | None = None  # the file with its TLS settings

@@ -108,7 +108,7 @@ def test_the_last_minute_is_summed_by_connector_and_hook() -> None:
 
 def test_a_busy_process_has_less_than_a_minute_and_one_that_waits_the_minute_before() -> None:
     busy, now = begin(0), time.perf_counter_ns()
-    room = busy.ring.last // ring.SIZE + 1
+    room = (len(busy.words) - busy.ring) // ring.WORDS
     for i in range(2 * room):
         note(busy, 0, "wait_for_save", now - 39 * S + 19 * S * i // room, 1)
     waiting = begin(1)
@@ -167,7 +167,7 @@ def test_the_trace_has_a_track_for_each_process_and_a_row_for_each_connector(nam
     note(boxes[0], 0, "build_connector_meta", begin_ns, 3000)
     note(boxes[1], REMOTE, "save_kv_layer", begin_ns + 1500, 2500, calls=32)
     note(boxes[1], REMOTE, "wait_for_save", begin_ns + 4000, 5, raised=True)
-    boxes[1].words[boxes[1].pair(0, "get_finished")] = begin_ns + S
+    boxes[1].words[boxes[1].marks(0, "get_finished")] = begin_ns + S
     code, output = run("--chrome", tmp_path / name)
     events = events_of(tmp_path / name)
     assert (code, f"{tmp_path / name}: {len(events)} events; open it at" in output.replace("\n", "")) == (0, True)

@@ -11,6 +11,7 @@ from kvobs.connectors.fanout import call_all, hooks_of
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import is_timed, locate
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine
+from tests.support.probes import counts
 
 
 def bound(*children: dict[str, Any], known: Any = lambda name: True) -> Any:
@@ -105,4 +106,4 @@ def test_a_child_whose_hook_is_empty_is_left_out_and_not_counted() -> None:
     vars(wrapper).update(hooks_of(None, children, {}, lambda name: name == "wait_for_save"))
     wrapper.wait_for_save()
     assert real.calls == [("wait_for_save", (), {})]
-    assert [locate(first)[2] for first, (now, *_) in recorder._tallies.items() if any(now)] == [1]
+    assert {locate(slot)[2] for slot in counts(recorder)} == {1}

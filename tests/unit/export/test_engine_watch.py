@@ -16,7 +16,7 @@ import pytest
 from kvobs.export import engine_watch
 from kvobs.export.engine_watch import NOT_SEEN, PREVIOUS_S, STOPPED, End, EngineWatch
 from kvobs.log import forget
-from kvobs.probe.black_box import SUFFIX, UNKNOWN, Call, Identity, folder
+from kvobs.probe.black_box import SUFFIX, Call, Identity, folder
 from kvobs.vllm_api.proc import launch
 from tests.support.payloads import engine as described
 from tests.support.watched import config, process
@@ -65,17 +65,12 @@ def test_a_call_that_returns_is_not_shown(engine: str, watch: EngineWatch) -> No
         assert not [one for one in os.listdir(folder()) if one.startswith(name(engine))], "its page is removed"
 
 
+@pytest.mark.parametrize("way", ["hangs", "holds the GIL"])
 @pytest.mark.parametrize("hook", ["wait_for_layer_load", "save_kv_layer"])
-def test_layer_hooks_connector_is_known_from_the_stack(hook: str, engine: str, watch: EngineWatch) -> None:
-    with process(engine, 0, "hangs", hook):
+def test_layer_hooks_connector_is_known(way: str, hook: str, engine: str, watch: EngineWatch) -> None:
+    with process(engine, 0, way, hook):
         until(watch.calls)
         assert [call[:3] for call in watch.calls()] == [("remote", hook, 0)]
-
-
-def test_layer_hooks_connector_is_unknown_while_it_holds_the_gil(engine: str, watch: EngineWatch) -> None:
-    with process(engine, 0, "holds the GIL", "save_kv_layer"):
-        until(watch.calls)
-        assert [call[:3] for call in watch.calls()] == [(UNKNOWN, "save_kv_layer", 0)]
 
 
 def test_a_hang_is_logged_once(

@@ -44,7 +44,8 @@ def test_info_metrics_are_there_before_anything_happens() -> None:
     sent = {"role": "kv_both", "load_policy": "longest", "failure_policy": "recompute"}
     assert front.value("kvobs_connector_info", "one", index="0", **{"class": "MeteredConnector"}, **sent) == 1
     assert front.value("kvobs_connector_info", "two", index="1", **{"class": "OtherMeteredConnector"}, **sent) == 1
-    assert front.value("kvobs_build_info", None, version=kvobs.__version__, vllm_version=vllm.__version__) == 1
+    versions = {"version": kvobs.__version__, "vllm_version": vllm.__version__}
+    assert front.value("kvobs_build_info", None, **versions, native="true") == 1
 
 
 def test_other_series_appear_when_first_used() -> None:

@@ -5,15 +5,18 @@ import os
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvobs.log import forget
 from kvobs.probe import black_box
 from kvobs.probe.black_box import BlackBox, Identity, Page, pages
+from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls, Target
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.options import Options
 from kvobs.telemetry import recorders
+from tests.support.probes import Kind, each_probe, recorder_of
 from tests.support.watched import NAMES, REMOTE, config
 
 
@@ -82,26 +85,20 @@ def test_an_exception_of_an_isolated_connector_or_of_a_reset_ends_nothing(caplog
     assert "connector 'cpu' raised OSError in wait_for_save on rank 0; this ends the engine" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("since_s", "began_s", "looks", "seen_in"),
-    [(9, 5, True, REMOTE + 1), (9, 5, False, 0), (9, 0, True, -1), (4, 5, True, -1), (0, 5, True, -1)],
-)
-def test_a_look_notes_the_connector_that_a_layer_hooks_call_is_in(
-    since_s: int, began_s: int, looks: bool, seen_in: int
-) -> None:
-    def fan_out() -> None:
-        box.look()
+@each_probe
+@pytest.mark.parametrize("hook", ["wait_for_layer_load", "save_kv_layer"])
+def test_a_layer_hooks_call_in_progress_is_that_of_the_connector_that_is_in_it(kind: Kind, hook: str) -> None:
+    box = begin()
+    recorder, seen = recorder_of(kind, 2, names=NAMES, box=box), list[list[tuple[Any, ...]]]()
 
-    box, now_s = begin(), time.perf_counter()
-    at = box.place_of_layers("save_kv_layer")
-    box.watch("save_kv_layer", fan_out.__code__, {fan_out.__code__.co_firstlineno + 1: REMOTE})
-    box.words[black_box.SEEN_IN] = -1
-    box.words[black_box.SINCE] = int((now_s - since_s) * 1e9) if since_s else 0
-    box.floats[at] = now_s - began_s
-    (fan_out if looks else box.look)()
-    assert box.words[black_box.SEEN_IN] == seen_in
-    assert (box.floats[black_box.SEEN] == box.floats[at]) is (seen_in >= 0)
-    assert 0 <= time.perf_counter_ns() - box.words[black_box.LOOKED] < 60 * 10**9
+    def call(*_: Any) -> None:
+        seen.append([call[:2] for call in read()[0].calls()])
+
+    layers = LayerCalls(hook, [Target(i, call) for i in range(2)], recorder)
+    for _ in range(2):
+        layers.fan_out(*ARGUMENTS[hook])
+    assert seen == [[(name, hook)] for name in NAMES] * 2
+    assert read()[0].calls() == []
 
 
 def raising(recorder: Recorder, child: int, error: Exception) -> None:

@@ -54,8 +54,8 @@ def test_a_call_is_not_slow_because_of_a_collection(rank: int | None, process: s
         recorder = Recorder(1, spent - collected // 2, box=BlackBox(["one"], rank))
         recorder.pauses = seen
         recorder.notice(0, HOOK, begin, spent)
-        recorder.add_call(0, HOOK, begin, spent)
-        recorder.add_call(0, HOOK, begin - spent, spent)
+        recorder.count_slow(0, HOOK, begin, spent)
+        recorder.count_slow(0, HOOK, begin - spent, spent)
         counts = recorder.take().counts
         assert counts[SLOW] == 2 * is_slow + 1
         assert (counts.get(slot(signals.GC_PAUSES, process), 0) >= collected) is not is_slow

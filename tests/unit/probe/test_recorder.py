@@ -13,19 +13,25 @@ from hypothesis import given
 
 from kvobs import faults
 from kvobs.clock import WALL_OFFSET
-from kvobs.probe import recorder
-from kvobs.probe.recorder import ERROR_TYPES_AT_MOST, SUM, CallEvent, Recorder, cost_of_recording
+from kvobs.probe import native, recorder
+from kvobs.probe.pure import PureProbe
+from kvobs.probe.recorder import ERROR_TYPES_AT_MOST, NEVER, SUM, CallEvent, Recorder, cost_of_recording
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, CHILD_WIDTH, OTHER_VALUE, PROCESS_WIDTH, Scope, Signal, locate, slot
 from tests.support.contexts import Noting
+from tests.support.probes import PROBES, Kind, each_probe, recorder_of
 
 HOOK = "wait_for_save"
 
 
 class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *times: int) -> None:
-        self.times = list(times)
-        monkeypatch.setattr(recorder, "perf_counter_ns", lambda: self.times.pop(0) if self.times else 0)
+    """Reads these times, one after the other."""
+
+    def __init__(self, *times: int) -> None:
+        self.times = [*times]
+
+    def __call__(self) -> int:
+        return self.times.pop(0)
 
 
 def series(counts: dict[int, int]) -> dict[tuple[int, str, tuple[str, ...]], dict[int, int]]:
@@ -41,12 +47,11 @@ def series(counts: dict[int, int]) -> dict[tuple[int, str, tuple[str, ...]], dic
 # --- calls
 
 
+@each_probe
 @given(st.integers(0, 2**40))
-def test_a_call_is_let_through_and_falls_into_the_bucket_whose_bound_is_not_below_it(ns: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        Clock(patch, 1000, 1000 + ns)
-        mine = Recorder(2)
-        assert mine.timed(1, HOOK, lambda *args, **kwargs: (args, kwargs))(1, two=2) == ((1,), {"two": 2})
+def test_a_call_is_let_through_and_falls_into_the_bucket_whose_bound_is_not_below_it(kind: Kind, ns: int) -> None:
+    mine = recorder_of(kind, 2, clock=Clock(1000, 1000 + ns))
+    assert mine.timed(1, HOOK, lambda *args, **kwargs: (args, kwargs))(1, two=2) == ((1,), {"two": 2})
     bucket = next((i for i, k in enumerate(CALL_DURATION.bounds) if ns <= 2**k), len(CALL_DURATION.bounds))
     expected = {bucket: 1, len(CALL_DURATION.bounds) + 1: ns}
     assert series(mine.take().counts) == {
@@ -54,9 +59,10 @@ def test_a_call_is_let_through_and_falls_into_the_bucket_whose_bound_is_not_belo
     }
 
 
+@each_probe
 @pytest.mark.parametrize("error", [KeyError("x"), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_an_error_is_counted_by_class_and_goes_on_untouched(error: BaseException) -> None:
-    mine = Recorder(2)
+def test_an_error_is_counted_by_class_and_goes_on_untouched(kind: Kind, error: BaseException) -> None:
+    mine = recorder_of(kind, 2)
 
     def fail() -> None:
         raise error
@@ -71,30 +77,35 @@ def test_an_error_is_counted_by_class_and_goes_on_untouched(error: BaseException
     assert mine.take().opened == []
 
 
-def test_a_call_that_raised_is_not_in_progress_in_the_black_box() -> None:
-    mine = Recorder(1)
+@each_probe
+def test_a_call_that_raised_is_not_in_progress_in_the_black_box(kind: Kind) -> None:
+    mine = recorder_of(kind, 1)
     with suppress(OSError):
         mine.timed(0, HOOK, Mock(side_effect=OSError))()
-    begun = mine.box.pair(0, HOOK)
+    begun = mine.box.marks(0, HOOK)
     assert 0 < mine.box.words[begun] == mine.box.words[begun + 1]
 
 
+@each_probe
 @pytest.mark.usefixtures("in_production")
-def test_a_call_whose_exception_can_not_be_noted_is_not_in_progress_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = Recorder(1)
+def test_a_call_whose_exception_can_not_be_noted_is_not_in_progress_either(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = recorder_of(kind, 1)
     monkeypatch.setattr(mine.box, "raised", Mock(side_effect=LookupError))
     with suppress(OSError):
         mine.timed(0, HOOK, Mock(side_effect=OSError))()
-    begun = mine.box.pair(0, HOOK)
+    begun = mine.box.marks(0, HOOK)
     assert 0 < mine.box.words[begun] == mine.box.words[begun + 1]
     assert faults.take() == {"record": 1}
 
 
-def test_slow_calls_count_and_one_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    mine = Recorder(1, slow_ns=50_000_000, names=("disk",))
+@each_probe
+def test_slow_calls_count_and_one_is_logged(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock(0, 50_000_000, 0, 50_000_001, 0, 90_000_000)
+    mine = recorder_of(kind, 1, slow_ns=50_000_000, names=("disk",), clock=clock)
     call = mine.timed(0, HOOK, lambda: None)
-    for ns in (50_000_000, 50_000_001, 90_000_000):
-        Clock(monkeypatch, 0, ns)
+    for _ in range(3):
         call()
     assert mine.take().counts[PROCESS_WIDTH + slot(signals.SLOW_CALLS, HOOK)] == 2
     assert [r.getMessage() for r in caplog.records] == [
@@ -106,11 +117,11 @@ def test_slow_calls_count_and_one_is_logged(monkeypatch: pytest.MonkeyPatch, cap
 def test_a_call_that_may_have_waited_for_a_core_is_counted_and_not_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine = Recorder(1, slow_ns=50_000_000, names=("disk",))
+    clock = Clock(0, 70_000_000, 0, 70_000_000)
+    mine = recorder_of(PureProbe, 1, slow_ns=50_000_000, names=("disk",), clock=clock)
     call = mine.timed(0, HOOK, lambda: None)
     with caplog.at_level(logging.INFO):
         for waited_ns in (30_000_000, 10_000_000):
-            Clock(monkeypatch, 0, 70_000_000)
             monkeypatch.setattr(mine.pauses, "waited_ns", lambda begin, spent, ns=waited_ns: ns)
             call()
     assert mine.take().counts[PROCESS_WIDTH + slot(signals.SLOW_CALLS, HOOK)] == 2
@@ -120,8 +131,9 @@ def test_a_call_that_may_have_waited_for_a_core_is_counted_and_not_warned_of(
     ]  # fmt: skip
 
 
-def test_two_threads_lose_nothing() -> None:
-    mine = Recorder(1)
+@each_probe
+def test_two_threads_lose_nothing(kind: Kind) -> None:
+    mine = recorder_of(kind, 1)
     call = mine.timed(0, HOOK, lambda: None)
     threads = [threading.Thread(target=lambda: [call() for _ in range(20_000)]) for _ in range(2)]
     taken: dict[int, int] = {}
@@ -137,7 +149,7 @@ def test_two_threads_lose_nothing() -> None:
     take()
     (found,) = series(taken).values()
     assert sum(n for offset, n in found.items() if offset <= len(CALL_DURATION.bounds)) == 40_000
-    assert found[len(CALL_DURATION.bounds) + 1] == mine.tally(0, HOOK)[SUM]
+    assert found[len(CALL_DURATION.bounds) + 1] == mine.words[mine.calls(0, HOOK) + SUM]
 
 
 # --- counters, histograms, gauges
@@ -145,10 +157,11 @@ def test_two_threads_lose_nothing() -> None:
 counted = st.tuples(st.integers(0, 2), st.integers(0, CHILD_WIDTH - 1), st.integers(0, 1000))
 
 
+@each_probe
 @given(st.lists(st.none() | counted))
-def test_differences_add_up_to_the_counts(events: list[tuple[int, int, int] | None]) -> None:
+def test_differences_add_up_to_the_counts(kind: Kind, events: list[tuple[int, int, int] | None]) -> None:
     """None stands for a take."""
-    mine = Recorder(3)
+    mine = recorder_of(kind, 3)
     expected: dict[int, int] = {}
     taken: dict[int, int] = {}
     for event in [*events, None]:
@@ -200,6 +213,17 @@ def test_a_gauge_is_shipped_when_it_changes() -> None:
 # --- its own cost
 
 
+@each_probe
+def test_the_sum_of_a_histogram_may_wrap_around(kind: Kind) -> None:
+    mine, taken = recorder_of(kind, 1), 0
+    for ns in (2**63 - 1, 5, 2**62):
+        mine.observe(0, signals.LOAD_RESUME_DELAY, ns)
+        taken += mine.take().counts[
+            PROCESS_WIDTH + slot(signals.LOAD_RESUME_DELAY) + signals.LOAD_RESUME_DELAY.sum_offset
+        ]
+    assert taken == 2**63 + 4 + 2**62
+
+
 def test_cost_of_recording_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Recorder(1)
     call = mine.timed(0, HOOK, lambda: None)
@@ -207,26 +231,29 @@ def test_cost_of_recording_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         call()
     assert mine.take().counts.get(slot(signals.SELF_SECONDS, "record"), 0) == int(100 * cost_of_recording()) >= 0
     assert mine.take().counts[slot(signals.SELF_SECONDS, "flush")] > 0
-    monkeypatch.setattr(recorder, "perf_counter_ns", itertools.count(0, 10).__next__)
+    clock = itertools.count(0, 10).__next__
+    monkeypatch.setattr(recorder, "perf_counter_ns", clock)
+    monkeypatch.setattr(native, "probe", lambda *page: PROBES["python"](*page, clock))
     assert cost_of_recording.__wrapped__(calls=4, rounds=2) == 20, "two readings of the clock beyond the call"
 
 
 # --- who gets the calls
 
 
+@each_probe
 @given(st.integers(0, 200), st.integers(1, 200), st.booleans(), st.booleans())
-def test_the_tracer_gets_slow_and_failed_calls_or_each(spent: int, slow_ns: int, fails: bool, traces_all: bool) -> None:
+def test_the_tracer_gets_slow_and_failed_calls_or_each(
+    kind: Kind, spent: int, slow_ns: int, fails: bool, traces_all: bool
+) -> None:
     def child(subject: str) -> None:
         if fails:
             raise LookupError(subject)
 
     tracer: Any = Noting(traces_all)
-    mine = Recorder(2, slow_ns, listener=tracer)
+    mine = recorder_of(kind, 2, slow_ns, listener=tracer, clock=Clock(1000, 1000 + spent))
     call = mine.timed(1, HOOK, child)
-    with pytest.MonkeyPatch.context() as patch:
-        Clock(patch, 1000, 1000 + spent)
-        with suppress(LookupError):
-            call("request")
+    with suppress(LookupError):
+        call("request")
     is_slow = spent > slow_ns
     error = "LookupError" if fails else ""
     start, is_only_slow = 1000 + WALL_OFFSET, is_slow and not fails
@@ -250,17 +277,18 @@ def test_classes_of_errors_without_end_are_one_for_the_counts_and_for_the_tracer
 
 
 @pytest.mark.parametrize(
-    ("hook", "limit"), [("start_load_kv", 100), ("register_kv_caches", 2**63), ("reset_cache", 2**63)]
+    ("hook", "limit"), [("start_load_kv", 100), ("register_kv_caches", NEVER), ("reset_cache", NEVER)]
 )
+@each_probe
 def test_hooks_that_are_called_once_or_on_demand_are_never_slow(
-    hook: str, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: Kind, hook: str, limit: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracer: Any = Noting()
-    mine = Recorder(1, 100, ("disk",), listener=tracer)
+    clock = Clock(0, min(limit, 2**61), 0, min(limit + 1, 2**61))
+    mine = recorder_of(kind, 1, 100, ("disk",), listener=tracer, clock=clock)
     assert mine.slow_ns(hook) == limit
     call = mine.timed(0, hook, lambda: None)
-    for ns in (limit, limit + 1):
-        Clock(monkeypatch, 0, min(ns, 2**62))
+    for _ in range(2):
         call()
     is_ever_slow = limit < 2**62
     labels = {values for _, name, values in series(mine.take().counts) if name == CALL_DURATION.name}

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 
 from kvobs.probe import black_box, ring
-from kvobs.probe.black_box import BlackBox, Identity, Page, Record, pages
+from kvobs.probe.black_box import Identity, Page, Record, pages
 from kvobs.probe.recorder import Recorder
 from kvobs.probe.ring import SIZE, pack, read, unpack
-from tests.support.watched import NAMES, REMOTE, config, note, process
+from tests.support.probes import Kind, each_probe, recorder_of
+from tests.support.watched import NAMES, PROBES, REMOTE, config, note, process
 
 
 @pytest.fixture(autouse=True)
@@ -36,19 +37,26 @@ def test_what_a_record_is_about_fits_in_a_word(call: int, calls: int, has_raised
     assert unpack(struct.unpack("q", struct.pack("q", word))[0]) == (call, calls, has_raised)
 
 
+@each_probe
 @pytest.mark.parametrize("added", [0, 1, 7, 8, 11, 16, 17])
-def test_the_oldest_records_are_overwritten(added: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_records_are_overwritten(kind: Kind, added: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "BYTES", 8 * SIZE)
-    box = BlackBox(NAMES)
+    recorder = recorder_of(kind, 2)
     for i in range(1, added + 1):
-        box.note(0, i, 2 * i, i)
-    assert read(box.ring.memory) == [(i, 2 * i, i) for i in range(max(0, added - 8) + 1, added + 1)]
+        recorder.probe.note(i, 2 * i, i)
+    assert kept(recorder) == [(i, 2 * i, i) for i in range(max(0, added - 8) + 1, added + 1)]
 
 
-def test_each_call_has_one_record_and_one_that_raised_says_so() -> None:
+def kept(recorder: Recorder) -> list[tuple[int, int, int]]:
+    return read(recorder.words[recorder.box.ring :])
+
+
+@each_probe
+def test_each_call_has_one_record_and_one_that_raised_says_so(kind: Kind) -> None:
     box = black_box.begin(config("e"), NAMES, 1, ())
-    recorder = Recorder(len(NAMES), names=NAMES, box=box)
-    box.ring.next[0] = box.ring.last - SIZE  # its end is near
+    recorder = recorder_of(kind, len(NAMES), names=NAMES, box=box)
+    for _ in range(ring.RECORDS - 2):  # its end is near
+        recorder.probe.note(0, 0, 0)
     begin_ns = time.perf_counter_ns()
     recorder.timed(0, "start_load_kv", Mock())()
     with suppress(OSError):
@@ -59,16 +67,14 @@ def test_each_call_has_one_record_and_one_that_raised_says_so() -> None:
         ("cpu", "start_load_kv", 1, False), ("remote", "wait_for_save", 1, True), ("cpu", "get_finished", 1, False)
     ]  # fmt: skip
     assert begin_ns < records[0].begin_ns < records[-1].begin_ns < time.perf_counter_ns() - records[-1].spent_ns
-    assert box.ring.next == [SIZE]
+    assert kept(recorder)[-1] == tuple(box.words[box.ring : box.ring + ring.WORDS])
 
 
 def test_a_record_that_a_killed_process_left_incomplete_is_not_read() -> None:
     box = black_box.begin(config("e"), NAMES, 1, ())
     note(box, 0, "wait_for_save", 5, 7)
-    box.ring.next[0] = 0  # as after a whole round
-    at = box.pair(REMOTE, "start_load_kv")
-    box.words[at] = 11
-    box.ring.memory[:8] = struct.pack("q", 11)  # the begin is written first
+    PROBES.clear()  # as after a whole round; the begin is written first
+    box.words[box.marks(REMOTE, "start_load_kv")] = box.words[box.ring] = 11
     assert page_of().records() == []
     note(box, REMOTE, "start_load_kv", 11, 2, calls=3)
     assert page_of().records() == [Record("remote", "start_load_kv", 11, 2, 3, False)]
@@ -84,15 +90,14 @@ def test_the_calls_of_a_process_that_was_killed_stay(folder: Path) -> None:
     assert len(list(folder.iterdir())) == 1
 
 
-def test_threads_lose_no_place_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+@each_probe
+def test_threads_lose_no_place_in_the_ring(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "BYTES", 10_001 * SIZE)
-    box = BlackBox(NAMES)
-    recorder = Recorder(len(NAMES), names=NAMES, box=box)
+    recorder = recorder_of(kind, len(NAMES))
     calls = [recorder.timed(i, "wait_for_save", Mock(return_value=None)) for i in range(2)]
     threads = [threading.Thread(target=lambda call=call: [call() for _ in range(5000)]) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert box.ring.next == [10_000 * SIZE]
-    assert len(read(box.ring.memory)) == 10_000
+    assert len(kept(recorder)) == 10_000

@@ -22,6 +22,7 @@ from kvobs.state.offers import NO_RESULT, NOTHING, LookupResult, Offer
 from kvobs.state.transfers import InProgress
 from kvobs.telemetry.transfers.offers import OfferCounts
 from kvobs.testing import BLOCK, Rig, Script
+from tests.support.probes import counts
 from tests.support.rig import assert_gone_after, assert_nothing_is_left, counted, counts_of, started
 
 Answer = tuple[int | None, bool]
@@ -318,9 +319,9 @@ def test_an_allocation_without_a_lookup_before_it_counts_nothing() -> None:
     asker = Asker((16, True))
     asker.ask()
     asker.settle(0, 16)
-    before = dict(asker.recorder._counts)
+    before = counts(asker.recorder)
     asker.settle(None, 0)
-    assert asker.recorder._counts == before
+    assert counts(asker.recorder) == before
 
 
 def test_a_request_that_has_ended_is_forgotten() -> None:

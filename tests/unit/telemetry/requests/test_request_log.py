@@ -18,6 +18,7 @@ from kvobs.schema import signals
 from kvobs.telemetry.requests import request_log
 from kvobs.telemetry.requests.request_log import WAITING_AT_MOST, LogFile, RequestLog, Stderr
 from tests.engine.serving import eventually
+from tests.support.probes import counts
 
 DROPPED = signals.slot(signals.REQUEST_LOG_DROPPED)
 pytestmark = pytest.mark.timeout(60)
@@ -112,7 +113,7 @@ def test_without_its_folder_lines_are_counted(start: Start, tmp_path: Path, capl
     path.parent.mkdir()
     put(log, 3)
     assert eventually(lambda: numbers(path) == [3])
-    assert recorder._counts == {DROPPED: 2}
+    assert counts(recorder) == {DROPPED: 2}
     assert caplog.text.count(f"the request log {path} can't be written: [Errno 2] No such file or directory") == 1
 
 
@@ -126,7 +127,7 @@ def test_unwritten_lines_are_counted_and_logged_once(path: str, start: Start, ca
     assert eventually(lambda: log._handler.lost == 201)
     put(log, 0)
     log.close()
-    assert recorder._counts == {DROPPED: 201}
+    assert counts(recorder) == {DROPPED: 201}
     assert caplog.text.count("can't be written") == 1
 
 
@@ -145,7 +146,7 @@ def test_a_pipe_that_nobody_reads_is_waited_for_by_nobody(
     os.mkfifo(path)
     log = start(path, recorder)
     put(log, *range(WAITING_AT_MOST + 1000), more="x" * 100)
-    dropped = recorder._counts[DROPPED]
+    dropped = counts(recorder)[DROPPED]
     assert 0 < dropped <= 1000, "some may have been taken out of the queue"
     with path.open("rb") as reader:
         lines = [json.loads(reader.readline()) for _ in range(WAITING_AT_MOST + 1000 - dropped)]
@@ -251,7 +252,7 @@ def test_handing_over_waits_for_no_write(start: Start) -> None:
     put(log, 0)
     assert stuck.has_begun.wait(20)
     put(log, *range(WAITING_AT_MOST + 7))
-    assert recorder._counts == {DROPPED: 7}
+    assert counts(recorder) == {DROPPED: 7}
     stuck.is_over.set()
 
 

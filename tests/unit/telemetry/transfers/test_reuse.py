@@ -17,6 +17,7 @@ from kvobs.state.events import Observer
 from kvobs.state.offers import NO_RESULT
 from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size
 from kvobs.testing import BLOCK, Rig, Script
+from tests.support.probes import counts
 
 FIRST, TAIL = signals.slot(REUSE_DISTANCE), signals.slot(signals.PROMPT_TAIL_TOKENS)
 Counted = Callable[[], tuple[int, int, int]]
@@ -37,11 +38,11 @@ def counted(rig: Rig) -> Counted:
     """Return the tokens so far that were used before, those that were not, and those that no cache serves."""
     recorder = reuse_of(rig)._recorder = Recorder(2)  # which no flush empties
 
-    def counts() -> tuple[int, int, int]:
-        *seen, new = (recorder._counts.get(FIRST + i, 0) for i in range(REUSE_DISTANCE.sum_offset))
-        return sum(seen), new, recorder._counts.get(TAIL, 0)
+    def tokens() -> tuple[int, int, int]:
+        *seen, new = (counts(recorder).get(FIRST + i, 0) for i in range(REUSE_DISTANCE.sum_offset))
+        return sum(seen), new, counts(recorder).get(TAIL, 0)
 
-    return counts
+    return tokens
 
 
 def serve(rig: Rig, request: str, tokens: int | list[int], max_tokens: int = 1) -> list[int]:
@@ -96,7 +97,7 @@ def test_without_a_block_size_nothing_is_done() -> None:
     recorder = Recorder(0)
     request: Any = SimpleNamespace(request_id="r", num_prompt_tokens=40, block_hashes=[b"hash"])
     PromptReuse(recorder, Observer(), 0, 0).allocated(request, NO_RESULT, None, 0)
-    assert not recorder._counts
+    assert not counts(recorder)
 
 
 class Noting(Observer):

@@ -1,0 +1,257 @@
+"""Time and count calls into connectors, in Python: the reference, and what runs where ``compiled`` does not.
+
+``compiled.c`` is the same in C, and the tests run over both. All numbers are 64-bit words of one page, which
+``black_box`` lays out. Whatever is rare, such as a slow or failed call, is handed to the ``Target``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from kvobs.probe.ring import CALLS_AT, WORDS
+
+Call = Callable[..., Any]
+Clock = Callable[[], int]
+
+
+class Target(NamedTuple):
+    """A connector's call, and where it is counted."""
+
+    call: Call
+    begun: int
+    """Position of its marks: its begin, and the begin of the last one that ended."""
+    histogram: int
+    what: int  # of its record in the ring
+    noticed_ns: int
+    notice: Callable[[int, int, Any], int]
+    """Gets begin, duration and first argument of a call longer than ``noticed_ns``; returns the duration to count."""
+    failed: Callable[[int, int, BaseException, Any], None]
+    """Gets begin, duration, exception and first argument of a call that raised, and counts it."""
+
+
+class Wait(NamedTuple):
+    """Where a connector's calls and waits are counted: positions in the page."""
+
+    layers: int
+    """The sum of its calls of a layer hook; -1: it has none."""
+    step: int
+    """The sum of its calls of the step hook that goes with it."""
+    stalls: int
+    """The histogram of the steps' waits."""
+    what: int  # of the record of a step's layers in the ring
+
+
+class Waits(Protocol):
+    """Measures the waits of steps."""
+
+    def close(self, is_waiting: bool, /) -> list[int]:
+        """End a step, and return how long each connector's calls took in it, in ns.
+
+        A step waits for its layers, and for the step hook if it ``is_waiting`` for that; the time is of both.
+        """
+
+
+class Probe(Protocol):
+    """Counts in the words of one page, which ends with a ring of the last calls."""
+
+    def note(self, begin_ns: int, spent_ns: int, what: int, /) -> None:
+        """Write a call into the ring, over the oldest one."""
+
+    def timed(self, *target: Any) -> Call:
+        """Return the call of a ``Target``, timed; answers and exceptions pass untouched."""
+
+    def fan_out(self, targets: tuple[Target, ...], fan_outs: int, arguments: Sequence[str], /) -> Call:
+        """Return a call of all targets, each timed: one reading of the clock ends a call and begins the next.
+
+        The first of the two words at ``fan_outs`` counts the fan-outs that have ended. The second is when the last one
+        ended, by itself or by an exception: the call that began later is in progress. Keywords pass, too.
+        """
+
+    def waits(self, rows: tuple[Wait, ...], fan_outs: int, buckets: bytes, total: int, /) -> Waits:
+        """Return what measures the waits of steps for the layers of these fan-outs; the last two are of ``stalls``."""
+
+    def take(self, first: int, taken: bytearray, /) -> dict[int, int]:
+        """Return by how much the words from ``first`` on have grown since the last time, by their distance from it."""
+
+
+class PureProbe(Probe):
+    """The probe in Python.
+
+    The ring begins at the position ``ring``. ``buckets`` has a duration's bucket in a histogram of calls by the number
+    of the duration's bits, and ``total`` is the position of its sum.
+    """
+
+    def __init__(
+        self, words: memoryview, ring: int, buckets: bytes, total: int, clock: Clock = perf_counter_ns, /
+    ) -> None:
+        self._clock = clock
+        self.words, self._buckets, self._total = words, buckets, total
+        self._ring, self._last, self._next = ring, len(words) - 2 * WORDS, [ring]
+        self._short_ns = 2 ** (bisect_right(buckets, buckets[0]) - 1)  # the first bucket's bound
+        self._short: dict[int, tuple[tuple[Target, ...], Callable[[], list[int]], list[int]]] = {}
+
+    def note(self, begin_ns: int, spent_ns: int, what: int, /) -> None:
+        words, at = self.words, self._next[0]
+        # No call stands between reading and writing where the ring goes on: it may change threads.
+        self._next[0] = at + WORDS if at <= self._last else self._ring
+        words[at], words[at + 1], words[at + 2] = begin_ns, spent_ns, what
+
+    def observe(self, histogram: int, buckets: bytes, total: int, ns: int) -> None:
+        """Add a duration to a histogram."""
+        self.words[histogram + buckets[(ns - 1).bit_length()]] += 1
+        self.words[histogram + total] += ns
+
+    def timed(self, *target: Any) -> Call:
+        call, begun, histogram, what, noticed_ns, notice, failed = Target(*target)
+        words, ended, following, first, last = self.words, begun + 1, self._next, self._ring, self._last
+        bucket, total, short_ns = self._buckets, histogram + self._total, min(self._short_ns, noticed_ns)
+        clock = self._clock
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = words[begun] = clock()
+            try:
+                answer = call(*args, **kwargs)
+            except BaseException as error:
+                failed(start, clock() - start, error, args[0] if args else None)
+                words[ended] = start
+                raise
+            spent = clock() - start
+            at = following[0]  # as in `note`, which would cost as much as all of this
+            following[0] = at + WORDS if at <= last else first
+            words[at] = start
+            words[at + 1] = spent
+            words[at + 2] = what
+            words[ended] = start
+            if spent <= short_ns:
+                words[histogram] += 1
+            else:
+                if spent > noticed_ns:
+                    spent = notice(start, spent, args[0] if args else None)
+                words[histogram + bucket[(spent - 1).bit_length()]] += 1
+            words[total] += spent
+            return answer
+
+        return timed
+
+    def fan_out(self, targets: tuple[Target, ...], fan_outs: int, arguments: Sequence[str], /) -> Call:
+        words, clock, recorded = self.words, self._clock, [self.timed(*target) for target in targets]
+
+        def count(begins: Sequence[int], subject: object) -> None:
+            self.settle(fan_outs)
+            for target, begin, end in zip(targets, begins, begins[1:], strict=False):
+                ns = end - begin
+                ns = target.notice(begin, ns, subject) if ns > target.noticed_ns else ns
+                self.observe(target.histogram, self._buckets, self._total, ns)
+
+        def ended(begins: Sequence[int], subject: object) -> None:
+            """Count a fan-out that was long as a whole, call by call."""
+            count(begins, subject)
+            words[fan_outs] += 1
+
+        def failed(scope: dict[str, Any], error: BaseException) -> None:
+            """Count the calls of a fan-out that an exception ended."""
+            begins = [scope[f"t{i}"] for i in range(len(targets)) if f"t{i}" in scope]
+            words[fan_outs + 1] = end = clock()
+            count(begins, scope[arguments[0]])
+            targets[len(begins) - 1].failed(begins[-1], end - begins[-1], error, scope[arguments[0]])
+
+        def general(*args: Any, **kwargs: Any) -> None:
+            try:
+                for call in recorded:
+                    call(*args, **kwargs)
+                words[fan_outs] += 1
+            finally:
+                words[fan_outs + 1] = clock()
+
+        scope: dict[str, Any] = {f"c{i}": target.call for i, target in enumerate(targets)}
+        scope |= {"words": words, "clock": clock, "ended": ended, "failed": failed, "general": general}
+        short_ns = min([self._short_ns, *(target.noticed_ns for target in targets)])
+        source = _source(arguments, [target.begun for target in targets], fan_outs + 1, short_ns)
+        exec(compile(source, "<kvobs: fan-out>", "exec"), scope)
+        fan_out: Call
+        fan_out, short = scope["unrolled"]()
+        self._short[fan_outs] = targets, short, [0] * (len(targets) + 1)
+        return fan_out
+
+    def settle(self, fan_outs: int) -> None:
+        """Count the short fan-outs: a local variable takes a third of the time of a page's word."""
+        if fan_outs not in self._short:
+            return
+        targets, short, before = self._short[fan_outs]
+        now = short()
+        n, *times = map(int.__sub__, now, before)
+        before[:] = now
+        if n:
+            self.words[fan_outs] += n
+            for target, ns in zip(targets, times, strict=True):
+                self.words[target.histogram] += n
+                self.words[target.histogram + self._total] += ns
+
+    def waits(self, rows: tuple[Wait, ...], fan_outs: int, buckets: bytes, total: int, /) -> Waits:
+        return PureWaits(self, rows, fan_outs, buckets, total)
+
+    def take(self, first: int, taken: bytearray, /) -> dict[int, int]:
+        for fan_outs in self._short:
+            self.settle(fan_outs)
+        then = np.frombuffer(taken, np.int64)
+        grown = np.frombuffer(self.words, np.int64)[first : first + len(then)] - then
+        then += grown  # another thread may have counted more since
+        where = grown.nonzero()[0]
+        return dict(zip(where.tolist(), grown[where].tolist(), strict=True))
+
+
+class PureWaits(Waits):
+    """The waits of steps, measured in Python."""
+
+    def __init__(self, probe: PureProbe, rows: tuple[Wait, ...], fan_outs: int, buckets: bytes, total: int) -> None:
+        self._probe, self._rows, self._fan_outs, self._buckets, self._total = probe, rows, fan_outs, buckets, total
+        self._read = [fan_outs, *(row.step for row in rows), *(row.layers for row in rows if row.layers >= 0)]
+        self._before = [probe.words[at] for at in self._read]
+
+    def close(self, is_waiting: bool, /) -> list[int]:
+        probe, words = self._probe, self._probe.words
+        probe.settle(self._fan_outs)
+        now = [words[at] for at in self._read]
+        fan_outs, *times = map(int.__sub__, now, self._before)
+        self._before, steps, layers = now, times[: len(self._rows)], iter(times[len(self._rows) :])
+        for i, row in enumerate(self._rows):
+            in_layers = next(layers) if row.layers >= 0 else 0
+            if fan_outs and row.layers >= 0:
+                probe.note(words[self._fan_outs + 1] - in_layers, in_layers, fan_outs << CALLS_AT | row.what)
+            if stall := in_layers + (steps[i] if is_waiting else 0):
+                probe.observe(row.stalls, self._buckets, self._total, stall)
+            steps[i] += in_layers
+        return steps
+
+
+def _source(arguments: Sequence[str], begun: Sequence[int], ended: int, short_ns: int) -> str:
+    """Write a fan-out as straight-line code, since a loop takes twice as long, and what returns its sums."""
+    n, names = len(begun), ", ".join(arguments)
+    sums = ", ".join(["short", *(f"s{i}" for i in range(n))])
+    lines = [
+        "def unrolled():",
+        f"    {sums} = {', '.join('0' * (n + 1))}",
+        f"    def fan_out({names}, *, words=words, clock=clock{''.join(f', c{i}=c{i}' for i in range(n))}, **kwargs):",
+        f"        nonlocal {sums}",
+        f"        if kwargs: return general({names}, **kwargs)",
+        "        try:",
+    ]
+    for i, at in enumerate(begun):
+        lines += [f"            words[{at}] = t{i} = clock()", f"            c{i}({names})"]
+    lines += [
+        f"            words[{ended}] = t{n} = clock()",
+        "        except BaseException as error:",
+        "            failed(locals(), error)",
+        "            raise",
+        f"        if t{n} - t0 > {short_ns}: ended(({''.join(f't{i}, ' for i in range(n + 1))}), {arguments[0]})",
+        "        else:",
+        "            short += 1",
+        *(f"            s{i} += t{i + 1} - t{i}" for i in range(n)),
+        f"    return fan_out, lambda: [{sums}]",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,229 @@
+"""Both probes count the same, whatever is called; vLLM and a connector call each other as if there were none."""
+
+import gc
+import subprocess
+import sys
+import sysconfig
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvobs.probe.layer_calls import ARGUMENTS, WAITS, LayerCalls, Target
+from kvobs.probe.recorder import SUM
+from kvobs.schema.signals import LOOKUPS, slot
+from tests.support.probes import PROBES, Kind, each_probe, recorder_of
+
+CONNECTORS = 3
+STEP_HOOKS = ("start_load_kv", "wait_for_save", "get_finished")
+SLOW_NS = 200_000
+durations = st.integers(0, 2**18) | st.integers(0, 2**41)
+ways = st.sampled_from(["returns", "raises", "is ended", "calls again"])
+calls = st.tuples(st.just("call"), st.sampled_from(STEP_HOOKS), st.integers(0, CONNECTORS - 1), durations, ways)
+layers = st.tuples(
+    st.just("layers"),
+    st.sampled_from(sorted(ARGUMENTS)),
+    st.lists(st.tuples(durations, ways), min_size=CONNECTORS, max_size=CONNECTORS),
+    st.booleans(),
+)
+others = st.tuples(st.sampled_from(["close", "close, waiting", "count", "take"]))
+
+
+class Engine:
+    """Calls connectors as a program says, by a clock of its own, and notes what comes of it."""
+
+    traces_all = False
+
+    def __init__(self, kind: Kind) -> None:
+        self.now, self.story = 10**9, list[Any]()
+        self.recorder = recorder_of(kind, CONNECTORS, SLOW_NS, listener=self, clock=lambda: self.now)
+        self.acts: list[tuple[int, str]] = []
+        targets = [Target(i, self.act) for i in range(CONNECTORS)]
+        self.layers = {hook: LayerCalls(hook, targets, self.recorder) for hook in ARGUMENTS}
+        self.calls = {
+            (hook, i): self.recorder.timed(i, hook, self.act) for hook in STEP_HOOKS for i in range(CONNECTORS)
+        }
+
+    def note(self, event: Any) -> None:
+        self.story.append(event._replace(subject=str(event.subject)))
+
+    def act(self, *args: Any, **kwargs: Any) -> Any:
+        ns, way = self.acts.pop(0)
+        self.story.append((args, kwargs))
+        self.now += ns
+        if way == "calls again":
+            self.acts.insert(0, (ns // 2, "returns"))
+            self.calls["get_finished", 1]("inner")
+        if way in ("raises", "is ended"):
+            raise OSError(ns) if way == "raises" else KeyboardInterrupt
+        return args
+
+    def run(self, what: str, hook: str = "", *more: Any) -> None:
+        if what == "call":
+            child, ns, way = more
+            self.acts = [(ns, way)]
+            with suppress(OSError, KeyboardInterrupt):
+                self.story.append(self.calls[hook, child]("r", key=ns))
+        elif what == "layers":
+            self.acts, has_keywords = list(more[0]), more[1]
+            with suppress(OSError, KeyboardInterrupt):
+                self.story.append(self.layers[hook].fan_out(*ARGUMENTS[hook], **({"key": 1} if has_keywords else {})))
+        elif what == "count":
+            self.recorder.count(1, slot(LOOKUPS, "hit"), 2)
+        elif what == "take":
+            self.story += self.recorder.take()[:2]
+        else:
+            self.story += [self.layers[hook].close_step(what == "close, waiting") for hook in WAITS]
+
+
+@given(st.lists(calls | layers | others, max_size=25))
+def test_both_count_the_same(program: list[Any]) -> None:
+    stories, pages = [], []
+    for kind in PROBES.values():
+        engine = Engine(kind)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvobs.probe.recorder.perf_counter_ns", lambda: 0)
+            patch.setattr("kvobs.probe.recorder.cost_of_recording", lambda: 100)
+            for step in [*program, ("close",), ("take",)]:
+                engine.run(*step)
+        stories.append(sorted(map(repr, engine.story)))  # slow layers are noticed at once, or after the last one
+        box = engine.recorder.box
+        pages.append((box.words[box.counts : box.ring].tolist(), box.words[: box.marks(0, STEP_HOOKS[0])].tolist()[8:]))
+    assert stories[0] == stories[1]
+    assert pages[0] == pages[1]
+
+
+class Suicidal:
+    """A connector that drops what holds it in its call, and whose end raises."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+    def __del__(self) -> None:
+        raise RuntimeError("at the end")
+
+    def hook(self, *_: Any) -> str:
+        self.held.clear()
+        gc.collect()
+        return "done"
+
+
+@each_probe
+@pytest.mark.parametrize("hook", ["get_finished", "save_kv_layer"])
+def test_a_connector_may_end_within_its_call(kind: Kind, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda at: raised.append(str(at.exc_value)))
+    held: dict[str, Any] = {}
+    recorder = recorder_of(kind, 1)
+    connector = Suicidal(held)
+    ended = weakref.ref(connector)
+    if hook in ARGUMENTS:
+        held["call"] = LayerCalls(hook, [Target(0, connector.hook)], recorder).fan_out
+    else:
+        held["call"] = recorder.timed(0, hook, connector.hook)
+    del connector
+    assert held["call"](*ARGUMENTS.get(hook, "r")) == ("done" if hook not in ARGUMENTS else None)
+    recorder.take()
+    first = recorder.calls(0, hook)
+    assert sum(recorder.words[first : first + SUM]) == 1, "its call was counted"
+    del recorder
+    gc.collect()
+    assert (held, ended(), raised) == ({}, None, ["at the end"]), "it is gone, and nothing of it is left"
+
+
+@each_probe
+def test_a_call_in_a_circle_is_collected(kind: Kind) -> None:
+    recorder = recorder_of(kind, 1)
+
+    class Connector:
+        def hook(self) -> None: ...
+
+    connector: Any = Connector()
+    connector.call = recorder.timed(0, "get_finished", connector.hook)
+    ended = weakref.ref(connector)
+    del connector
+    gc.collect()
+    assert ended() is None
+
+
+@each_probe
+def test_calls_leave_no_reference(kind: Kind) -> None:
+    recorder, subject, answer, error = recorder_of(kind, 2, 1), object(), object(), OSError()
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    made = [recorder.timed(0, "get_finished", lambda *_: answer), recorder.timed(0, "get_finished", fails)]
+    made += [LayerCalls("save_kv_layer", [Target(0, lambda *_: answer), Target(1, call)], recorder).fan_out
+             for call in (lambda *_: answer, fails)]  # fmt: skip
+    before = [sys.getrefcount(each) for each in (subject, answer, error, None)]
+    for call in made * 100:
+        with suppress(OSError):
+            call(subject, 1, 2)
+    error.__traceback__ = None
+    gc.collect()  # of frames that were looked at
+    after = [sys.getrefcount(each) for each in (subject, answer, error, None)]
+    assert [n - m for n, m in zip(after[:3], before[:3], strict=True)] == [0, 0, 0]
+    assert abs(after[3] - before[3]) < 50, "of None"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((bytearray(80), 8, bytes(65), 12), "3 words at 8 are not in a page of 10"),
+        ((bytearray(80), 0, bytes(64), 12), "buckets are 65 numbers below 12"),
+        ((bytearray(80), 0, bytes([12] * 65), 12), "buckets are 65 numbers below 12"),
+        ((bytes(80), 0, bytes(65), 12), "not writable|read-only"),
+    ],
+)
+def test_the_compiled_one_refuses_what_is_not_in_its_page(arguments: Any, text: str) -> None:
+    with pytest.raises((ValueError, BufferError), match=text):
+        PROBES["c"](*arguments)
+
+
+def test_the_compiled_one_refuses_positions_outside_of_its_page() -> None:
+    probe: Any = PROBES["c"](memoryview(bytearray(800)).cast("q"), 90, bytes(65), 12)
+    for begun, histogram in ((99, 0), (-1, 0), (0, 88), (0, -1)):
+        with pytest.raises(ValueError, match="words at"):
+            probe.timed(len, begun, histogram, 0, 0, len, len)
+    refused: list[Callable[[], object]] = [
+        lambda: probe.fan_out((), 99, ()),
+        lambda: probe.take(99, bytearray(16)),
+        lambda: probe.waits(((0, 0, 90, 0),), 0, bytes(65), 12),
+    ]
+    for call in refused:
+        with pytest.raises(ValueError, match="words at"):
+            call()
+
+
+SUBINTERPRETERS = """
+try:
+    import _xxsubinterpreters as interpreters
+except ImportError:
+    import _interpreters as interpreters
+program = '''
+from kvobs.probe import compiled
+probe = compiled.Probe(memoryview(bytearray(800)).cast("q"), 90, bytes(65), 12)
+assert probe.timed(len, 0, 2, 0, 2**62, len, len)("four") == 4
+assert probe.take(0, bytearray(8 * 90))[2] == 1
+'''
+for _ in range(3):
+    one = interpreters.create()
+    interpreters.run_string(one, program)
+    interpreters.destroy(one)
+exec(program)
+"""
+
+
+def test_interpreters_of_a_process_have_one_each() -> None:
+    subprocess.run([sys.executable, "-c", SUBINTERPRETERS], check=True, timeout=60)
+
+
+def test_the_compiled_one_is_for_every_python_from_3_11_on() -> None:
+    from kvobs.probe import compiled
+
+    assert compiled.__file__.endswith(".abi3.so"), sysconfig.get_config_var("EXT_SUFFIX")
