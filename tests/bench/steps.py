@@ -99,10 +99,15 @@ class Engine(Rig):
                 if hook in vars(Stepping) or hook in vars(BusyChild):
                     setattr(connector, hook, between_readings(getattr(connector, hook)))
         for worker in self.workers:
-            for hook, names in ARGUMENTS.items():
+            for hook, arguments in ARGUMENTS.items():
+                names = ", ".join(arguments)
                 scope: dict[str, Any] = {f"c{i}": getattr(c, hook) for i, c in enumerate(worker._connectors)}
                 calls = "".join(f"    {name}({names})\n    clock()\n" for name in scope)
-                exec(f"def fan_out({names}):\n    clock()\n{calls}", scope | {"clock": time.perf_counter}, scope)
+                exec(
+                    f"def fan_out({names}):\n    clock()\n{calls}",
+                    scope | {"clock": time.perf_counter},
+                    scope,
+                )
                 setattr(worker, hook, scope["fan_out"])
 
     def step_ns(self) -> Step:
