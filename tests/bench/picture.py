@@ -7,11 +7,12 @@ from pathlib import Path
 import matplotlib as mpl
 
 from docs import pages
-from tests.bench.steps import BUDGETS, CASES, FIGURES, FLOOR
+from tests.bench.calls import PURE
+from tests.bench.steps import CASES, FIGURES, FLOOR
 
 PAGE = pages.FOLDER / "performance.md"
 PICTURE = pages.ROOT / "dashboards/pictures/steps.png"
-COLORS = {"kvobs": "#3274d9", "kvobs, exporter": "#8ab8ff", FLOOR: "#b0b0b0"}
+COLORS = {"kvobs": "#3274d9", "kvobs, exporter": "#8ab8ff", PURE: "#f2cc0c", FLOOR: "#b0b0b0"}
 _ROW = r"\| {} \| ([\d.]+) ms \| ([\d.]+) ms \|"
 
 
@@ -20,7 +21,7 @@ def figures() -> dict[str, dict[str, list[float]]]:
     table = pages.part(PAGE.read_text(encoding="utf-8"), "run", "bench")
     added: dict[str, dict[str, list[float]]] = {}
     for case in CASES:
-        for router in COLORS:
+        for router in case.routers[1:]:
             rows = [re.search(_ROW.format(re.escape(f"{case.title}, {figure}, {router}")), table) for figure in FIGURES]
             pairs = [(float(row[1]), float(row[2])) for row in rows if row is not None]
             added.setdefault(case.title, {})[router] = [round(100 * (ours / stock - 1), 1) for stock, ours in pairs]
@@ -37,17 +38,18 @@ def draw(to: Path = PICTURE) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, len(CASES), figsize=(10, 3.2), sharey=True, layout="constrained")
-    for axis, (case, routers) in zip(axes, figures().items(), strict=True):
+    figure, axes = plt.subplots(1, len(CASES), figsize=(13, 3.4), sharey=True, layout="constrained")
+    for axis, case, routers in zip(axes, CASES, figures().values(), strict=True):
         width = 0.8 / len(COLORS)
-        for i, (router, added) in enumerate(routers.items()):
+        for router, added in routers.items():
+            i = list(COLORS).index(router)
             at = [group + i * width for group in range(len(added))]
-            axis.bar(at, added, width, color=COLORS[router], label=router if axis is axes[0] else None)
+            axis.bar(at, added, width, color=COLORS[router], label=router if axis is axes[2] else None)
         for group, name in enumerate(FIGURES):
-            if name in BUDGETS:
-                limit = 100 * (BUDGETS[name] - 1)
+            if name in case.budgets:
+                limit = 100 * (case.budgets[name] - 1)
                 axis.plot([group - width / 2, group + 0.8 - width / 2], [limit, limit], color="#e02f44", linewidth=1.5)
-        axis.set_title(case, fontsize=10)
+        axis.set_title(case.title, fontsize=10)
         axis.set_xticks([group + width for group in range(len(FIGURES))], FIGURES)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("added to a step of 5 ms, %")

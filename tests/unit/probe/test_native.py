@@ -1,5 +1,6 @@
 """The compiled probe runs where it is, unless the environment says no; the reason is named where it does not."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from kvobs import probe as room
 from kvobs.probe import native
 from kvobs.probe.native import VERSION, Choice, choice
 from kvobs.probe.pure import PureProbe
+from kvobs.testing import Rig, Script
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +50,18 @@ def test_one_that_can_not_be_loaded_is_named(tmp_path: Path) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert str(tmp_path) in ran.stdout
+
+
+def test_the_start_says_which_one_runs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs/troubleshooting.md").read_text()
+    for value, line in (
+        ("", "calls are counted by the compiled probe"),
+        ("0", "calls are counted in Python: KVOBS_NATIVE=0"),
+    ):
+        choice.cache_clear()
+        caplog.clear()
+        monkeypatch.setenv("KVOBS_NATIVE", value)
+        with caplog.at_level(logging.INFO):
+            Rig("kvobs", Script("one"))
+        assert line in caplog.messages
+        assert line.partition(":")[0] in page
