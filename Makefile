@@ -41,7 +41,8 @@ test: $(INSTALLED) promtool ## Run the unit tests, the comparison with vLLM's ow
 
 # A copy, since the sanitized library takes the place of the usual one.
 SANITIZED := build/sanitized
-test-probe: $(INSTALLED) ## Run the tests of the compiled probe with GCC's sanitizers, and its warnings as errors
+DEBUG := python3.11-dbg
+test-probe: $(INSTALLED) ## Run the tests of the compiled probe with GCC's sanitizers, and count its references
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r kvobs tests pyproject.toml $(SANITIZED)
 	$(CC) -g -O1 -fPIC -shared -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \
 		-Wno-unused-parameter -Wno-missing-field-initializers -Wno-cast-function-type \
@@ -50,6 +51,12 @@ test-probe: $(INSTALLED) ## Run the tests of the compiled probe with GCC's sanit
 	cd $(SANITIZED) && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=. ../../$(BIN)/python -m pytest -q -p no:xdist \
 		tests/unit/probe/test_pure.py tests/unit/probe/test_recorder.py tests/unit/probe/test_layer_calls.py tests/unit/probe/test_ring.py
+	@command -v $(DEBUG) >/dev/null || { apt-get -q update && apt-get -q install --yes --no-install-recommends $(DEBUG) libpython3.11-dbg python3.11-dev; } \
+		|| { echo "References are counted by a debug build of Python: install $(DEBUG) (Debian's packages are $(DEBUG), libpython3.11-dbg, python3.11-dev)"; false; }
+	rm $(SANITIZED)/kvobs/probe/*.so && sed -i '/define Py_LIMITED_API/d' $(SANITIZED)/kvobs/probe/compiled.c
+	cd $(SANITIZED) && $(CC) -fPIC -shared -I$$($(DEBUG) -c 'import sysconfig; print(sysconfig.get_paths()["include"])') \
+		kvobs/probe/compiled.c -o kvobs/probe/compiled$$($(DEBUG) -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+	cd $(SANITIZED) && PYTHONPATH=.:$$(../../$(BIN)/python -c 'import numpy, os; print(os.path.dirname(numpy.__path__[0]))') $(DEBUG) tests/unit/probe/references.py
 
 WHEELHOUSE := dist
 CROSS := aarch64-linux-gnu-gcc

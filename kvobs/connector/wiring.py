@@ -182,8 +182,10 @@ def _introduce(validated: Validated, tracing: TracingSettings | None) -> None:
     configuration = validated.configuration
     listed = ", ".join(f"{spec.name} ({spec.connector_class.__name__})" for spec in validated.specs)
     log.info("kvobs %s routes to %s; load_policy %s", __version__, listed, configuration.options.load_policy)
-    probe = choice()
-    log.info("calls are counted %s", "by the compiled probe" if probe.is_native else f"in Python: {probe.reason}")
+    if choice().is_native:
+        log.info("calls are counted by the compiled probe")
+    else:
+        log.info("calls are counted in Python: %s", choice().reason)
     if configuration.stock:
         log.info("by %s vLLM's own stay in place: %s", STOCK_VARIABLE, ", ".join(sorted(configuration.stock)))
     for warning in validated.warnings:

@@ -210,7 +210,7 @@ def _measure(case: Case) -> list[Line]:
     rounds = [_round(case) for _ in range(case.rounds)]
     lines = []
     for router in case.routers[1:]:
-        budgets = {"mean": 1.03} if router == PURE and case.is_cold else case.budgets if router != FLOOR else {}
+        budgets = {FLOOR: {}, PURE: {"mean": 1.03} if case.is_cold else {}}.get(router, case.budgets)
         for figure, of in FIGURES.items():
             times = {name: [of(_whole_ms(steps[name], slow)) for steps, slow in rounds] for name in ("stock", router)}
             budget = Budget(budgets[figure]) if figure in budgets else None
