@@ -71,11 +71,11 @@ def once() -> None:
 def more(rounds: int) -> int:
     """Return how many references there are more after so many rounds."""
     gc.collect()
-    before: int = sys.gettotalrefcount()  # type: ignore[attr-defined]
+    before: int = sys.gettotalrefcount()
     for _ in range(rounds):
         once()
     gc.collect()
-    after: int = sys.gettotalrefcount()  # type: ignore[attr-defined]
+    after: int = sys.gettotalrefcount()
     return after - before
 
 
