@@ -14,7 +14,8 @@ INCIDENTS = (
         name="KvobsEngineEnded",
         severity=Severity.CRITICAL,
         about=ENGINE,
-        expr="max_over_time(kvobs_engine_ended[15m]) > 0",
+        # The next life reports it as 2 for fifteen minutes, if it knows of it.
+        expr="kvobs_engine_ended == 2 or last_over_time(kvobs_engine_ended[15m]) == 1",
         hold="0m",
         summary="An engine has ended unexpectedly.",
         description="The last life of {engine} ended within the last fifteen minutes{{ with $labels.connector }} in "

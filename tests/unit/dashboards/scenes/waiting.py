@@ -134,7 +134,7 @@ SCENES = {
                 f"{ENDED_SAYS}, in no connector's call: exit 1.", {"reason": "exit 1"},
             ),
         ),
-        ended={ENDED: "_x80 1+0x18 stale _x300"}, idle={},
+        ended={ENDED: "_x90 1 2+0x28 stale _x300"}, idle={},  # the next life reports it for fifteen minutes
     ),
     "KvobsStuckTransfers": Scenes(
         healthy={},
