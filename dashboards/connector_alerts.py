@@ -11,6 +11,28 @@ from dashboards.promql import SCHEDULER_CALLS
 from dashboards.rules import CONNECTOR, FLEET, Alert, Severity
 from kvobs.schema.verdicts import POLL_S
 
+# Few loads, of hours: it reads two samples of each series, where an increase reads all.
+_ALL_FAILED_IN_6H = """
+    (
+      (
+        sum without (mode, outcome) (
+          kvobs_loads_total{outcome="failed"} - kvobs_loads_total{outcome="failed"} offset 6h
+          and ignoring (connector, mode, outcome) (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
+          or kvobs_loads_total{outcome="failed"}
+        )
+      ) >= bool 3
+    ) == 1
+    unless (
+      sum without (mode, outcome) (
+        kvobs_loads_total{outcome="ok"} - kvobs_loads_total{outcome="ok"} offset 6h
+        and ignoring (connector, mode, outcome) (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
+        or kvobs_loads_total{outcome="ok"}
+      )
+    ) > 0
+"""
+# A good load hides failures for two hours, and one that fails each hour is seen in six.
+_ALL_FAILED = f"({_ALL_FAILED_IN_6H}) or ({_ALL_FAILED_IN_6H.replace('6h', '2h')})"
+
 CONNECTORS = (
     Alert(
         name="KvobsEnginesFailingRequests",
@@ -56,35 +78,15 @@ CONNECTORS = (
         severity=Severity.CRITICAL,
         about=CONNECTOR,
         board="kvobs-connector",
-        # Few loads, of hours: it reads two samples of each series, where an increase reads all.
         expr="""
             connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
             and ignoring (index, class, role, load_policy, failure_policy)
               kvobs_connector_info{failure_policy="fail"}
             and sum without (mode, outcome) (increase(kvobs_loads_total{outcome="failed"}[15m])) >= __few_failed__
-            or (
-              (
-                (
-                  sum without (mode, outcome) (
-                    kvobs_loads_total{outcome="failed"} - kvobs_loads_total{outcome="failed"} offset 6h
-                    and ignoring (connector, mode, outcome)
-                      (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
-                    or kvobs_loads_total{outcome="failed"}
-                  )
-                ) >= bool 3
-              ) == 1
-              unless (
-                sum without (mode, outcome) (
-                  kvobs_loads_total{outcome="ok"} - kvobs_loads_total{outcome="ok"} offset 6h
-                  and ignoring (connector, mode, outcome)
-                    (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
-                  or kvobs_loads_total{outcome="ok"}
-                )
-              ) > 0
-            )
+            or (__all_failed__)
             and ignoring (index, class, role, load_policy, failure_policy)
               kvobs_connector_info{failure_policy="fail"}
-        """,
+        """.replace("__all_failed__", _ALL_FAILED),
         hold="5m",
         keep="5m",
         summary="Requests fail, because loads from a KV connector fail.",
@@ -189,29 +191,10 @@ CONNECTORS = (
             unless ignoring (index, class, role, load_policy, failure_policy)
               kvobs_connector_info{failure_policy="fail"}
             and sum without (mode, outcome) (increase(kvobs_loads_total{outcome="failed"}[15m])) >= __few_failed__
-            or (
-              (
-                (
-                  sum without (mode, outcome) (
-                    kvobs_loads_total{outcome="failed"} - kvobs_loads_total{outcome="failed"} offset 6h
-                    and ignoring (connector, mode, outcome)
-                      (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
-                    or kvobs_loads_total{outcome="failed"}
-                  )
-                ) >= bool 3
-              ) == 1
-              unless (
-                sum without (mode, outcome) (
-                  kvobs_loads_total{outcome="ok"} - kvobs_loads_total{outcome="ok"} offset 6h
-                  and ignoring (connector, mode, outcome)
-                    (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
-                  or kvobs_loads_total{outcome="ok"}
-                )
-              ) > 0
-            )
+            or (__all_failed__)
             unless ignoring (index, class, role, load_policy, failure_policy)
               kvobs_connector_info{failure_policy="fail"}
-        """,
+        """.replace("__all_failed__", _ALL_FAILED),
         hold="5m",
         keep="5m",
         summary="Loads from a KV connector fail.",

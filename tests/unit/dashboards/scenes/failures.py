@@ -31,6 +31,8 @@ def failing(policy: str, ending: str) -> Scenes:
                   says.format("100%")),  # one in two minutes
             Fires(of(ONE_IN_FOUR_MINUTES, "0+0x400"), "30m", says.format("100%")),  # alone
             Fires(of("_x40 1+0x39 2+0x39 3+0x80", "_x400"), "67m", says.format("100%")),  # three in an hour
+            # And more than two hours after the last good one.
+            Fires(of("0+0x300 1+0x20 2+0x20 3+0x40", "0+0x20 1+0x380"), "178m", says.format("100%")),
         ),
         ended=of("0+10x100 1000+0x300", "0+90x100 9000+100x300"),
         idle=of("500+0x400", "500+0x400"),
