@@ -43,7 +43,7 @@ test: $(INSTALLED) promtool ## Run the unit tests, the comparison with vLLM's ow
 SANITIZED := build/sanitized
 DEBUG := python3.11-dbg
 test-probe: $(INSTALLED) ## Run the tests of the compiled probe with GCC's sanitizers, and count its references
-	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r kvobs tests pyproject.toml $(SANITIZED)
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r kvobs tests pyproject.toml $(SANITIZED) && rm -f $(SANITIZED)/kvobs/probe/*.so
 	$(CC) -g -O1 -fPIC -shared -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \
 		-Wno-unused-parameter -Wno-missing-field-initializers -Wno-cast-function-type \
 		-I$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])') \

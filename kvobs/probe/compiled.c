@@ -156,7 +156,7 @@ static PyObject *call_each(Calls *self, PyObject *args, PyObject *keywords) {
     }
     add(&self->fan_outs[0], 1);
     self->fan_outs[1] = begin;
-    Py_RETURN_NONE;
+    return Py_NewRef(Py_None); /* not Py_RETURN_NONE, which 3.12's headers make wrong for 3.11 */
 }
 
 static PyObject *calls_call(Calls *self, PyObject *args, PyObject *keywords) {
@@ -303,23 +303,26 @@ static PyType_Spec waits_spec = {
 
 /* Methods of the probe */
 
-static int read_buckets(const char *from, Py_ssize_t n, Py_ssize_t sum, uint8_t *to) {
+/* Read bytes; not by a format with '#', which Python 3.13's headers make something else for older ones. */
+static int read_buckets(PyObject *from, Py_ssize_t sum, uint8_t *to) {
+    char *buckets;
+    Py_ssize_t n;
+    if (PyBytes_AsStringAndSize(from, &buckets, &n) < 0) return -1;
     for (Py_ssize_t i = 0; i < n; i++)
-        if ((uint8_t)from[i] >= sum) n = -1;
+        if ((uint8_t)buckets[i] >= sum) n = -1;
     if (n != BITS) {
         PyErr_Format(PyExc_ValueError, "buckets are %d numbers below %zd", BITS, sum);
         return -1;
     }
-    memcpy(to, from, BITS);
+    memcpy(to, buckets, BITS);
     return 0;
 }
 
 /* Probe(words, ring, buckets, sum, clock=None) */
 static PyObject *probe_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
-    PyObject *words, *clock = Py_None;
-    const char *buckets;
-    Py_ssize_t ring, n, sum;
-    if (!PyArg_ParseTuple(args, "Ony#n|O:Probe", &words, &ring, &buckets, &n, &sum, &clock)) return NULL;
+    PyObject *words, *buckets, *clock = Py_None;
+    Py_ssize_t ring, sum;
+    if (!PyArg_ParseTuple(args, "OnOn|O:Probe", &words, &ring, &buckets, &sum, &clock)) return NULL;
     Probe *self = (Probe *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!self) return NULL;
     self->ring = self->next = ring;
@@ -328,7 +331,7 @@ static PyObject *probe_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     if (PyObject_GetBuffer(words, &self->page, PyBUF_WRITABLE) == 0) {
         self->words = self->page.buf;
         self->size = self->page.len / (Py_ssize_t)sizeof(int64_t);
-        if (is_within(self, ring, RECORD) && read_buckets(buckets, n, sum, self->bucket) == 0) return (PyObject *)self;
+        if (is_within(self, ring, RECORD) && read_buckets(buckets, sum, self->bucket) == 0) return (PyObject *)self;
     }
     Py_DECREF(self);
     return NULL;
@@ -357,10 +360,9 @@ static PyObject *probe_fan_out(Probe *self, PyObject *args) {
 /* waits(rows, fan_outs, buckets, sum): a row is (sum of layers or -1, sum of the step hook, stalls, what) */
 static PyObject *probe_waits(Probe *self, PyObject *args) {
     State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
-    PyObject *rows;
-    const char *buckets;
-    Py_ssize_t fan_outs, n, sum;
-    if (!state || !PyArg_ParseTuple(args, "O!ny#n:waits", &PyTuple_Type, &rows, &fan_outs, &buckets, &n, &sum)) return NULL;
+    PyObject *rows, *buckets;
+    Py_ssize_t fan_outs, sum;
+    if (!state || !PyArg_ParseTuple(args, "O!nOn:waits", &PyTuple_Type, &rows, &fan_outs, &buckets, &sum)) return NULL;
     Waits *waits = PyObject_New(Waits, (PyTypeObject *)state->Waits);
     if (!waits) return NULL;
     waits->probe = (Probe *)Py_NewRef((PyObject *)self);
@@ -368,7 +370,7 @@ static PyObject *probe_waits(Probe *self, PyObject *args) {
     waits->sum = sum;
     waits->waits = PyMem_Calloc(waits->n ? waits->n : 1, sizeof(Wait));
     if (!waits->waits) PyErr_NoMemory();
-    int is_read = waits->waits && is_within(self, fan_outs, 2) && read_buckets(buckets, n, sum, waits->bucket) == 0;
+    int is_read = waits->waits && is_within(self, fan_outs, 2) && read_buckets(buckets, sum, waits->bucket) == 0;
     for (Py_ssize_t i = 0; is_read && i < waits->n; i++) {
         Py_ssize_t layers, step, stalls;
         long long what;
@@ -413,7 +415,7 @@ static PyObject *probe_note(Probe *self, PyObject *args) {
     long long begin, spent, what;
     if (!PyArg_ParseTuple(args, "LLL:note", &begin, &spent, &what)) return NULL;
     keep(self, begin, spent, what);
-    Py_RETURN_NONE;
+    return Py_NewRef(Py_None);
 }
 
 static PyMethodDef probe_methods[] = {

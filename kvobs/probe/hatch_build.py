@@ -15,6 +15,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE, BUILT = "kvobs/probe/compiled.c", "kvobs/probe/compiled.abi3.so"
+IN_PLACE = f"kvobs/probe/compiled{sysconfig.get_config_var('EXT_SUFFIX')}"
+"""Of an editable installation: each Python has its file."""
 FLAGS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 
 
@@ -41,20 +43,23 @@ def compile_probe(root: Path, built: Path) -> str:
 
 
 class CompiledProbe(BuildHookInterface[Any]):
-    """Adds the compiled probe to a wheel, which then serves CPython 3.11 and newer on this kind of machine."""
+    """Adds the compiled probe to a wheel, which then serves this CPython and newer ones on this kind of machine.
+
+    Not older ones: some macros of newer headers do not keep what the limited API promises to them.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile before the files are collected; ``version``: standard, or editable, whose files stay in place."""
         root = Path(self.root)
         self.folder = None if version == "editable" else TemporaryDirectory()
-        built = Path(self.folder.name, Path(BUILT).name) if self.folder else root / BUILT
+        built = Path(self.folder.name, Path(BUILT).name) if self.folder else root / IN_PLACE
         built.unlink(missing_ok=True)
         if reason := refusal() or compile_probe(root, built):
             self.app.display_warning(f"kvobs is built without its compiled probe, and counts in Python: {reason}")
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data.update(pure_python=False, tag=f"cp311-abi3-{platform}")
-        build_data["force_include"][str(built)] = BUILT
+        build_data.update(pure_python=False, tag=f"cp3{sys.version_info.minor}-abi3-{platform}")
+        build_data["force_include"][str(built)] = BUILT if self.folder else IN_PLACE
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove what was compiled, which is in the wheel now."""

@@ -1,6 +1,7 @@
 """A wheel has the compiled probe where it can be compiled; else it is built without, and says why."""
 
 import ctypes
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvobs.probe import hatch_build
-from kvobs.probe.hatch_build import BUILT, SOURCE, CompiledProbe
+from kvobs.probe.hatch_build import BUILT, IN_PLACE, SOURCE, CompiledProbe
 
 ROOT = Path(hatch_build.__file__).parents[2]
 
@@ -33,18 +34,18 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_wheel_is_for_every_python_of_this_machine(root: Path) -> None:
+def test_a_wheel_is_for_this_python_and_newer_ones_of_this_machine(root: Path) -> None:
     data, warning = built(root)
     ((place, within),) = data.pop("force_include").items()
     machine = sysconfig.get_platform().replace("-", "_")
-    assert (data, warning) == ({"pure_python": False, "tag": f"cp311-abi3-{machine}"}, "")
+    assert (data, warning) == ({"pure_python": False, "tag": f"cp3{sys.version_info.minor}-abi3-{machine}"}, "")
     assert within == BUILT
     assert not Path(place).exists(), "nothing is left of it"
 
 
 def test_an_editable_one_stays_in_place(root: Path) -> None:
     built(root, "editable")
-    assert (root / BUILT).exists()
+    assert (root / IN_PLACE).exists()
 
 
 WITHOUT = "kvobs is built without its compiled probe, and counts in Python: "
@@ -62,7 +63,7 @@ WITHOUT = "kvobs is built without its compiled probe, and counts in Python: "
 def test_without_a_compiler_it_is_built_without_and_says_so(
     variables: dict[str, str], reason: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (root / BUILT).touch()  # of an earlier build
+    (root / IN_PLACE).touch()  # of an earlier build
     if variables.pop("is_free_threaded", None):
         monkeypatch.setattr(sysconfig, "get_config_var", lambda name: name == "Py_GIL_DISABLED")
     for name, value in variables.items():
@@ -72,4 +73,4 @@ def test_without_a_compiler_it_is_built_without_and_says_so(
     assert warning.startswith(WITHOUT)
     assert warning.endswith(reason)
     if "CC" in variables:
-        assert not (root / BUILT).exists(), "an old one would not fit"
+        assert not (root / IN_PLACE).exists(), "an old one would not fit"

@@ -3,7 +3,6 @@
 import gc
 import subprocess
 import sys
-import sysconfig
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -221,9 +220,3 @@ exec(program)
 
 def test_interpreters_of_a_process_have_one_each() -> None:
     subprocess.run([sys.executable, "-c", SUBINTERPRETERS], check=True, timeout=60)
-
-
-def test_the_compiled_one_is_for_every_python_from_3_11_on() -> None:
-    from kvobs.probe import compiled
-
-    assert compiled.__file__.endswith(".abi3.so"), sysconfig.get_config_var("EXT_SUFFIX")
