@@ -13,25 +13,27 @@ from kvobs.schema.verdicts import POLL_S
 
 # Few loads, of hours: it reads two samples of each series, where an increase reads all.
 _ALL_FAILED_IN_6H = """
-    (
-      (
-        sum without (mode, outcome) (
-          kvobs_loads_total{outcome="failed"} - kvobs_loads_total{outcome="failed"} offset 6h
-          and ignoring (connector, mode, outcome) (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
-          or kvobs_loads_total{outcome="failed"}
-        )
-      ) >= bool 3
-    ) == 1
-    unless (
-      sum without (mode, outcome) (
-        kvobs_loads_total{outcome="ok"} - kvobs_loads_total{outcome="ok"} offset 6h
-        and ignoring (connector, mode, outcome) (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
-        or kvobs_loads_total{outcome="ok"}
-      )
-    ) > 0
-"""
+              (
+                (
+                  sum without (mode, outcome) (
+                    kvobs_loads_total{outcome="failed"} - kvobs_loads_total{outcome="failed"} offset 6h
+                    and ignoring (connector, mode, outcome)
+                      (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
+                    or kvobs_loads_total{outcome="failed"}
+                  )
+                ) >= bool 3
+              ) == 1
+              unless (
+                sum without (mode, outcome) (
+                  kvobs_loads_total{outcome="ok"} - kvobs_loads_total{outcome="ok"} offset 6h
+                  and ignoring (connector, mode, outcome)
+                    (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
+                  or kvobs_loads_total{outcome="ok"}
+                )
+              ) > 0
+""".strip()
 # A good load hides failures for two hours, and one that fails each hour is seen in six.
-_ALL_FAILED = f"({_ALL_FAILED_IN_6H}) or ({_ALL_FAILED_IN_6H.replace('6h', '2h')})"
+_ALL_FAILED = f"{_ALL_FAILED_IN_6H}\n              or {_ALL_FAILED_IN_6H.replace('6h', '2h')}"
 
 CONNECTORS = (
     Alert(
@@ -83,7 +85,9 @@ CONNECTORS = (
             and ignoring (index, class, role, load_policy, failure_policy)
               kvobs_connector_info{failure_policy="fail"}
             and sum without (mode, outcome) (increase(kvobs_loads_total{outcome="failed"}[15m])) >= __few_failed__
-            or (__all_failed__)
+            or (
+              __all_failed__
+            )
             and ignoring (index, class, role, load_policy, failure_policy)
               kvobs_connector_info{failure_policy="fail"}
         """.replace("__all_failed__", _ALL_FAILED),
@@ -191,7 +195,9 @@ CONNECTORS = (
             unless ignoring (index, class, role, load_policy, failure_policy)
               kvobs_connector_info{failure_policy="fail"}
             and sum without (mode, outcome) (increase(kvobs_loads_total{outcome="failed"}[15m])) >= __few_failed__
-            or (__all_failed__)
+            or (
+              __all_failed__
+            )
             unless ignoring (index, class, role, load_policy, failure_policy)
               kvobs_connector_info{failure_policy="fail"}
         """.replace("__all_failed__", _ALL_FAILED),
