@@ -367,7 +367,8 @@ CONNECTORS = (
         severity=Severity.WARNING,
         about=CONNECTOR,
         board="kvobs-connector",
-        expr='kvobs_oldest_in_flight_seconds{kind="save"} > __save_age_s__',
+        # A scrape that is missed must not begin the five minutes anew.
+        expr='last_over_time(kvobs_oldest_in_flight_seconds{kind="save"}[2m]) > __save_age_s__',
         hold="5m",
         summary="Saves hold the blocks of finished requests for a long time.",
         description="The oldest promised save of {connector} has been in progress for {{ $value | humanizeDuration }}. "

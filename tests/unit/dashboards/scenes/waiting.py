@@ -61,13 +61,19 @@ def scheduler_share(healthy: str, bad: str, share: str, span: str, therefore: st
     )
 
 
+ONE_IN_EIGHT_MISSED = " stale ".join(["0+30x5", *(f"{begin}+30x6" for begin in range(210, 12_000, 240))])
+
+
 def unfinished(kind: str, says: str, *quiet: str, at: int = 2, what: str = "") -> Scenes:
     """Return the scenes of what has been in progress for long, by its age; others in progress are quiet."""
     oldest = OLDEST.replace("save", kind)
     says = f"The oldest {what or kind} of {OF_CHILD} {says}"
     return Scenes(
         healthy={oldest: "5+0x400"},
-        fires=(Fires({oldest: "0+30x400"}, f"{at}m", says.format(f"{at}m 0s"), {"kind": kind}),),
+        fires=tuple(
+            Fires({oldest: ages}, f"{at}m", says.format(f"{at}m 0s"), {"kind": kind})
+            for ages in ("0+30x400", ONE_IN_EIGHT_MISSED)
+        ),
         ended={oldest: "0+30x100 0+0x300"},
         idle={oldest: "0+0x400"},
         # The last one: a pod that is gone without a mark.
