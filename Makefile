@@ -161,7 +161,7 @@ promtool: ## Install Prometheus and VictoriaMetrics, whose tools check metrics a
 		|| { echo "The tests need promtool, of Prometheus, and victoria-metrics: install them, on the PATH"; false; }
 
 clean: ## Remove what make made
-	rm -rf .venv .pythons .hosts build mutants
+	rm -rf .venv .pythons .hosts build dist mutants kvobs/probe/*.so
 
 # A .venv whose pip doesn't run was left half made: it is made anew. Compiled once, or else each of a server's processes
 # compiles vLLM for itself at each start where PYTHONDONTWRITEBYTECODE is set.
