@@ -19,7 +19,7 @@ from kvobs.cli.top.scrapes import NO_METRICS, PLAIN, PREFIX, Scrape, parse_vllm,
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
-from kvobs.schema.verdicts import HANGS
+from kvobs.schema.verdicts import FAILING, HANGS, QUARANTINED, SLOW
 
 OPENMETRICS = "application/openmetrics-text"
 _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILINE)
@@ -31,8 +31,13 @@ _COUNTS = {
         "measurements of kvobs were lost, serving is not affected",
         "look for 'kvobs' in the log",
     ),
-    signals.QUARANTINED: ("connectors are in quarantine now", "look at kvobs_call_errors_total and the log"),
 }
+_STATES = {
+    QUARANTINED.name: ("is in quarantine: new requests do without it", "KvobsConnectorQuarantined"),
+    FAILING.name: ("fails: {:.0%} of its loads and exceptions since the engine's start", "KvobsConnectorFailing"),
+    SLOW.name: ("is slow: the p99 of its loads since the engine's start is {:.3g} s", "KvobsLoadsSlow"),
+}
+"""By a connector's state: what is said of it, and the alert whose part of the runbook helps."""
 
 
 @dataclass(slots=True)
@@ -101,6 +106,11 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
             where = f" in {row.call}" if row.state_by == "call" else ""
             found = f"connector {row.connector} hangs: {row.state_by}{where} for {row.state_value:.0f} s"
             result.refuse(url, printable(found), "see KvobsCallHangs and KvobsLoadUnfinished in the runbook")
+        elif row.state in _STATES:
+            says, alert = _STATES[row.state]
+            note = result.warn if row.state == SLOW.name else result.refuse
+            found = f"connector {row.connector} {says.format(row.state_value)}"
+            note(url, printable(found), f"see {alert} in the runbook")
     for signal, (meaning, fix) in _COUNTS.items():
         if total := numbers.total(signal):
             result.warn(url, f"{signal.name} is {total:,.0f}: {meaning}", fix)

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +16,8 @@ from kvobs.cli.check import live
 from kvobs.cli.check.live import look, shipped_rules
 from kvobs.cli.top.scrapes import NO_METRICS
 from kvobs.cli.web import Page
-from kvobs.schema.signals import INTERNAL_ERRORS, LOADS, OLDEST_IN_FLIGHT, QUARANTINED
+from kvobs.probe.recorder import Recorder
+from kvobs.schema.signals import INTERNAL_ERRORS, LOAD_DURATION, LOADS, OLDEST_IN_FLIGHT, QUARANTINED, slot
 from tests.engine.prometheus import scraping
 from tests.engine.serving import eventually
 from tests.support.top_engines import Engines, answering, count, exporting, serving
@@ -87,10 +89,33 @@ def test_a_server_without_metrics_or_with_doubled_ones_is_a_mistake(status: int,
     assert mistake.found.startswith(says)
 
 
-def test_lost_measurements_and_quarantines_are_warnings() -> None:
-    with exporting(lambda _: None, {(0, QUARANTINED): 1}, [], ("cpu",)) as address:
-        noted = [warning.found for warning in look([f"http://{address}/metrics"]).warnings]
-    assert any(says.startswith("kvobs_quarantined is 1: connectors are in quarantine") for says in noted)
+def failing(recorder: Recorder) -> None:
+    for outcome, n in (("ok", 3), ("failed", 1)):
+        recorder.count(0, slot(LOADS, "async", outcome), n)
+
+
+def slow(recorder: Recorder) -> None:
+    recorder.observe(0, LOAD_DURATION, 3 * 10**9, "async")
+
+
+@pytest.mark.parametrize(
+    ("record", "gauges", "mistakes", "warnings"),
+    [
+        (lambda _: None, {(0, QUARANTINED): 1}, ["connector cpu is in quarantine: new requests do without it"], []),
+        (failing, {}, ["connector cpu fails: 25% of its loads and exceptions since the engine's start"], []),
+        (slow, {}, [], ["connector cpu is slow: the p99 of its loads since the engine's start is 4.27 s"]),
+    ],
+)
+def test_a_connector_that_is_not_well_is_named(
+    record: Any, gauges: Any, mistakes: list[str], warnings: list[str]
+) -> None:
+    with exporting(record, gauges, [], ("cpu", "disk")) as address:
+        looked = look([f"http://{address}/metrics"])
+    assert [mistake.found for mistake in looked.mistakes] == mistakes
+    assert [warning.found for warning in looked.warnings if warning.found.startswith("connector ")] == warnings
+
+
+def test_lost_measurements_are_warnings() -> None:
     with answering(200, f'{INTERNAL_ERRORS.name}{{where="merge"}} 2\n') as url:
         noted = [warning.found for warning in look([url]).warnings]
     assert any(says.startswith("kvobs_internal_errors_total is 2: measurements") for says in noted)
