@@ -1,11 +1,12 @@
 """Complete the address of a server, and read a page over HTTP, limited in time and size."""
 
+import os
 import re
 import ssl
 import time
 import urllib.error
 import urllib.request
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse, RemoteDisconnected
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from kvobs.cli.output import printable
 CaCert = Annotated[str | None, typer.Option(metavar="FILE", help="CA to trust, for https.")]
 Cert = Annotated[str | None, typer.Option(metavar="FILE", help="Certificate to show, for https.")]
 Key = Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")]
+_IS_HERE = re.compile(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?")
 VLLM_PORT = 8000
 TIMEOUT_S = 10.0
 AT_MOST = 64 * 2**20
@@ -52,13 +54,16 @@ class _Proxy(urllib.request.ProxyHandler):
     """The proxy of the environment, but for this machine."""
 
     def proxy_open(self, req: Any, proxy: str, type: str) -> Any:  # noqa: A002 - the name of urllib's argument
-        if re.fullmatch(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?", req.host):
+        if _IS_HERE.fullmatch(req.host):
             return None
         return super().proxy_open(req, proxy, type)
 
 
 def use_certificates(cacert: str | None = None, cert: str | None = None, key: str | None = None) -> None:
     """Ask servers so from now on; ``BadParameter`` if the files can't be used."""
+    for name, file in (("--cacert", cacert), ("--cert", cert), ("--key", key)):
+        if file is not None and not os.path.isfile(file):
+            raise typer.BadParameter(f"there is no file {printable(file)}", param_hint=name)
     try:
         context = ssl.create_default_context(cafile=cacert)
         if cert is not None:
@@ -90,9 +95,27 @@ def get(url: str, accept: str = "*/*", timeout: float = TIMEOUT_S) -> Page:
     except TimeoutError:
         raise NoAnswerError(f"no answer within {timeout:.0f} s") from None
     except (OSError, HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        says = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-        raise NoAnswerError(f"no answer: {printable(says)}") from None
+        says = _says(url.partition(":")[0], getattr(error, "reason", error))
+        raise NoAnswerError(f"no answer{_proxy_of(url)}: {printable(says)}") from None
+
+
+def _says(scheme: str, error: object) -> str:
+    """Return the reason, in the words of the one who can mend it."""
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return "it speaks http, not https"
+    if isinstance(error, (RemoteDisconnected, ConnectionResetError)):
+        may = "want a client's certificate: --cert, --key" if scheme == "https" else "speak https"
+        return f"the connection was closed, it may {may}"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _proxy_of(url: str) -> str:
+    """Name the proxy of the environment that was asked in the place of the server."""
+    scheme, _, rest = url.partition("://")
+    proxy, host = urllib.request.getproxies().get(scheme), rest.partition("/")[0]
+    if not proxy or _IS_HERE.fullmatch(host) or urllib.request.proxy_bypass(host):
+        return ""
+    return f" from the proxy {printable(proxy.rpartition('@')[2])} of {scheme}_proxy"
 
 
 def _read(answer: HTTPResponse, deadline: float) -> str:

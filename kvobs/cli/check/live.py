@@ -78,7 +78,7 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
         values = values_of(text)
         exemplars = _exemplars(url)
     except NoAnswerError as error:
-        fix = "give the exporter's address" if str(error) == NO_METRICS else "give the address of a running server"
+        fix = "give the exporter's address" if str(error) == NO_METRICS else "see whether it runs, and where"
         result.refuse(url, str(error), fix)
         return set()
     numbers = Numbers.of(values.items())

@@ -143,9 +143,35 @@ def test_an_exporter_with_tls_is_asked_with_a_certificate(tmp_path: Path) -> Non
         with pytest.raises(NoAnswerError, match="certificate verify failed"):
             get(url)
         use_certificates(str(authority.ca))
-        with pytest.raises(NoAnswerError, match="no answer: "):
+        with pytest.raises(NoAnswerError, match="it may want a client's certificate: --cert, --key$"):
             get(url)
         use_certificates(str(authority.ca), *authority.certificate("client"))
         assert get(url).text == "kvobs 1"
-    with pytest.raises(typer.BadParameter, match="can't be used: No such file"):
+    with pytest.raises(typer.BadParameter, match="there is no file .*no.pem"):
         use_certificates(str(tmp_path / "no.pem"))
+    (tmp_path / "no.pem").write_text("no certificate")
+    with pytest.raises(typer.BadParameter, match="can't be used: "):
+        use_certificates(str(tmp_path / "no.pem"))
+
+
+def test_the_other_scheme_is_named(tmp_path: Path) -> None:
+    tls = partial(context, Authority(tmp_path).web_config())
+    server = Server("127.0.0.1", 0, lambda _: ("text/plain", b"kvobs 1"), lambda: (True, {}), tls)
+    with (
+        closing(server),
+        pytest.raises(NoAnswerError, match="^no answer: the connection was closed, it may speak https$"),
+    ):
+        get(f"http://127.0.0.1:{server.port}/metrics")
+    with answering(200, "plain") as url, pytest.raises(NoAnswerError, match="^no answer: it speaks http, not https$"):
+        get(url.replace("http:", "https:"))
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_proxy_that_does_not_answer_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:1")
+    use_certificates()
+    with pytest.raises(NoAnswerError) as error:
+        get("http://gpu-7.invalid/metrics")
+    assert str(error.value) == "no answer from the proxy 127.0.0.1:1 of http_proxy: Connection refused"
+    with pytest.raises(NoAnswerError, match="^no answer: Connection refused$"):
+        get("http://127.0.0.1:1/metrics")
