@@ -175,7 +175,7 @@ $(INSTALLED): pyproject.toml kvobs/probe/compiled.c kvobs/probe/hatch_build.py
 	@touch $@
 
 # Where the wheels lack a torch for CPUs and this Python, PyPI's build for CUDA does: 6 GB, and it needs no GPU.
-.pythons/%/.installed: pyproject.toml kvobs/probe/compiled.c | $(INSTALLED)
+.pythons/%/.installed: pyproject.toml kvobs/probe/compiled.c kvobs/probe/hatch_build.py | $(INSTALLED)
 	@PATH="$$PATH:$(PYENV)" $(BIN)/uv venv --quiet --clear --python $* .pythons/$* \
 		|| { echo "The tests under Python $* need it: install it, on the PATH or with pyenv, or leave it out: make PYTHONS=3.x test-python"; false; }
 	$(BIN)/uv pip install --quiet --python .pythons/$*/bin/python $(WHEELS) --overrides <(echo torch==2.13.0) --editable '.[engine]' --group dev uv

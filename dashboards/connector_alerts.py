@@ -367,7 +367,7 @@ CONNECTORS = (
         severity=Severity.WARNING,
         about=CONNECTOR,
         board="kvobs-connector",
-        # A scrape that is missed must not begin the five minutes anew.
+        # A missed scrape must not reset the alert's `for`.
         expr='last_over_time(kvobs_oldest_in_flight_seconds{kind="save"}[2m]) > __save_age_s__',
         hold="5m",
         summary="Saves hold the blocks of finished requests for a long time.",

@@ -305,5 +305,5 @@ def restarts() -> str:
 def new_versions() -> str:
     """Return a value where a version runs that did not five minutes before."""
     running = SELECTION.series(signals.BUILD_INFO)
-    versions = "group by (version, vllm_version, native)"
+    versions = "group by (version, vllm_version)"
     return f"{versions} ({running}) unless {versions} ({running} offset 5m)"

@@ -63,7 +63,7 @@ def use_certificates(cacert: str | None = None, cert: str | None = None, key: st
     """Ask servers so from now on; ``BadParameter`` if the files can't be used."""
     for name, file in (("--cacert", cacert), ("--cert", cert), ("--key", key)):
         if file is not None and not os.path.isfile(file):
-            raise typer.BadParameter(f"there is no file {printable(file)}", param_hint=name)
+            raise typer.BadParameter(f"file not found: {printable(file)}", param_hint=name)
     try:
         context = ssl.create_default_context(cafile=cacert)
         if cert is not None:
@@ -102,10 +102,10 @@ def get(url: str, accept: str = "*/*", timeout: float = TIMEOUT_S) -> Page:
 def _says(scheme: str, error: object) -> str:
     """Return the reason, in the words of the one who can mend it."""
     if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
-        return "it speaks http, not https"
+        return "the server uses http, not https"
     if isinstance(error, (RemoteDisconnected, ConnectionResetError)):
-        may = "want a client's certificate: --cert, --key" if scheme == "https" else "speak https"
-        return f"the connection was closed, it may {may}"
+        required = "a client certificate: --cert, --key" if scheme == "https" else "https"
+        return f"the connection was closed; the server may require {required}"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 

@@ -14,7 +14,7 @@ from kvobs import faults
 from kvobs.connectors.gate import Gate
 from kvobs.connectors.specs import ChildSpec
 from kvobs.log import line, log
-from kvobs.probe.layer_calls import Target
+from kvobs.probe.layer_calls import LayerCall
 from kvobs.probe.pure import Call
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
@@ -71,10 +71,10 @@ class Child:
                 call = self.activated(call)
         return call if self.gate is None else self.gate.guard(hook.name, call)
 
-    def layer_target(self, hook: str) -> Target:
+    def layer_target(self, hook: str) -> LayerCall:
         """Return the unrecorded call of a layer hook, for the fan-out that counts it."""
         call: Call = getattr(self.connector, hook)
-        return Target(self.index, call if self.gate is None else self.gate.guard_layer(hook, call))
+        return LayerCall(self.index, call if self.gate is None else self.gate.guard_layer(hook, call))
 
     def does(self, hook: str) -> bool:
         """Return whether the child implements this hook: it has an effect, or an answer that is not a constant."""

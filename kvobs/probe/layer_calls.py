@@ -26,7 +26,7 @@ WAITS = {
 }
 
 
-class Target(NamedTuple):
+class LayerCall(NamedTuple):
     """A connector that implements a layer hook, and its call."""
 
     child: int
@@ -36,7 +36,7 @@ class Target(NamedTuple):
 class LayerCalls:
     """The calls of one layer hook into the connectors that implement it; vLLM calls ``fan_out``."""
 
-    def __init__(self, hook: str, targets: Sequence[Target], recorder: Recorder) -> None:
+    def __init__(self, hook: str, targets: Sequence[LayerCall], recorder: Recorder) -> None:
         self.hook, self.targets = hook, targets
         self._recorder = recorder
         self._fan_outs = recorder.box.fan_outs(hook)
@@ -111,7 +111,7 @@ class Stalls:
     is not the same as a stall of 0.
     """
 
-    def __init__(self, targets: Mapping[str, Sequence[Target]], recorder: Recorder) -> None:
+    def __init__(self, targets: Mapping[str, Sequence[LayerCall]], recorder: Recorder) -> None:
         """Measure the calls into the connectors that implement each layer hook."""
         self._loads, self._saves = (LayerCalls(hook, targets[hook], recorder) for hook in WAITS)
         self.last_load_ns: dict[int, int] = {}

@@ -30,7 +30,7 @@ def config(engine: str) -> Any:
     return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine), instance_id="one")
 
 
-PROBES: WeakKeyDictionary[BlackBox, Probe] = WeakKeyDictionary()
+WRITERS: WeakKeyDictionary[BlackBox, Probe] = WeakKeyDictionary()
 
 
 def note(
@@ -38,7 +38,7 @@ def note(
 ) -> None:
     """Write the record of a call, or of so many calls."""
     marks = box.marks(child, hook)
-    probe = PROBES.setdefault(box, native.probe(box.words, box.ring, bytes(65), SUM))
+    probe = WRITERS.setdefault(box, native.probe(box.words, box.ring, bytes(65), SUM))
     probe.note(begin_ns, spent_ns, ring.pack(marks, calls, has_raised=raised))
     ended = box.fan_outs(hook) + 1 if hook in ARGUMENTS else marks + 1
     box.words[marks] = box.words[ended] = begin_ns

@@ -26,12 +26,6 @@ _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILIN
 _RULE = re.compile(r"^\s*-?\s*(?:alert|record):\s*(\S+)", re.MULTILINE)
 _HISTOGRAM = signals.LOAD_DURATION.name + "_bucket"
 _DOUBLED = f"count by (instance, engine, model_name) ({signals.BUILD_INFO.name}) > 1"
-_COUNTS = {
-    signals.INTERNAL_ERRORS: (
-        "measurements of kvobs were lost, serving is not affected",
-        "look for 'kvobs' in the log",
-    ),
-}
 _STATES = {
     QUARANTINED.name: ("is in quarantine: new requests do without it", "KvobsConnectorQuarantined"),
     FAILING.name: ("fails: {:.0%} of its loads and exceptions since the engine's start", "KvobsConnectorFailing"),
@@ -78,7 +72,9 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
         values = values_of(text)
         exemplars = _exemplars(url)
     except NoAnswerError as error:
-        fix = "give the exporter's address" if str(error) == NO_METRICS else "see whether it runs, and where"
+        fix = (
+            "give the exporter's address" if str(error) == NO_METRICS else "check that the server runs at this address"
+        )
         result.refuse(url, str(error), fix)
         return set()
     numbers = Numbers.of(values.items())
@@ -111,9 +107,11 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
             note = result.warn if row.state == SLOW.name else result.refuse
             found = f"connector {row.connector} {says.format(row.state_value)}"
             note(url, printable(found), f"see {alert} in the runbook")
-    for signal, (meaning, fix) in _COUNTS.items():
-        if total := numbers.total(signal):
-            result.warn(url, f"{signal.name} is {total:,.0f}: {meaning}", fix)
+    if lost := numbers.total(signals.INTERNAL_ERRORS):
+        found = (
+            f"{signals.INTERNAL_ERRORS.name} is {lost:,.0f}: measurements of kvobs were lost, serving is not affected"
+        )
+        result.warn(url, found, "look for 'kvobs' in the log")
     builds = numbers.by_name.get(signals.BUILD_INFO.name, [])
     return {(labels.get("model_name", "?"), labels.get("engine", "?")) for labels, _ in builds}
 

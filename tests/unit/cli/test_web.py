@@ -143,11 +143,11 @@ def test_an_exporter_with_tls_is_asked_with_a_certificate(tmp_path: Path) -> Non
         with pytest.raises(NoAnswerError, match="certificate verify failed"):
             get(url)
         use_certificates(str(authority.ca))
-        with pytest.raises(NoAnswerError, match="it may want a client's certificate: --cert, --key$"):
+        with pytest.raises(NoAnswerError, match="the server may require a client certificate: --cert, --key$"):
             get(url)
         use_certificates(str(authority.ca), *authority.certificate("client"))
         assert get(url).text == "kvobs 1"
-    with pytest.raises(typer.BadParameter, match="there is no file .*no.pem"):
+    with pytest.raises(typer.BadParameter, match="file not found: .*no.pem"):
         use_certificates(str(tmp_path / "no.pem"))
     (tmp_path / "no.pem").write_text("no certificate")
     with pytest.raises(typer.BadParameter, match="can't be used: "):
@@ -159,10 +159,13 @@ def test_the_other_scheme_is_named(tmp_path: Path) -> None:
     server = Server("127.0.0.1", 0, lambda _: ("text/plain", b"kvobs 1"), lambda: (True, {}), tls)
     with (
         closing(server),
-        pytest.raises(NoAnswerError, match="^no answer: the connection was closed, it may speak https$"),
+        pytest.raises(NoAnswerError, match="^no answer: the connection was closed; the server may require https$"),
     ):
         get(f"http://127.0.0.1:{server.port}/metrics")
-    with answering(200, "plain") as url, pytest.raises(NoAnswerError, match="^no answer: it speaks http, not https$"):
+    with (
+        answering(200, "plain") as url,
+        pytest.raises(NoAnswerError, match="^no answer: the server uses http, not https$"),
+    ):
         get(url.replace("http:", "https:"))
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvobs.log import forget
 from kvobs.probe import black_box
 from kvobs.probe.black_box import BlackBox, Identity, Page, pages
-from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls, Target
+from kvobs.probe.layer_calls import ARGUMENTS, LayerCall, LayerCalls
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.options import Options
 from kvobs.telemetry import recorders
@@ -94,7 +94,7 @@ def test_a_layer_hooks_call_in_progress_is_that_of_the_connector_that_is_in_it(k
     def call(*_: Any) -> None:
         seen.append([call[:2] for call in read()[0].calls()])
 
-    layers = LayerCalls(hook, [Target(i, call) for i in range(2)], recorder)
+    layers = LayerCalls(hook, [LayerCall(i, call) for i in range(2)], recorder)
     for _ in range(2):
         layers.fan_out(*ARGUMENTS[hook])
     assert seen == [[(name, hook)] for name in NAMES] * 2

@@ -15,7 +15,7 @@ from kvobs import faults
 from kvobs.clock import WALL_OFFSET
 from kvobs.connectors.child import Child
 from kvobs.probe import ring
-from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls, Stalls, Target
+from kvobs.probe.layer_calls import ARGUMENTS, LayerCall, LayerCalls, Stalls
 from kvobs.probe.pure import PureProbe
 from kvobs.probe.recorder import NEVER, SUM, CallEvent
 from kvobs.schema import signals
@@ -123,7 +123,7 @@ def test_two_threads_lose_nothing_and_mix_nothing_up(kind: Kind) -> None:
     """vLLM's two micro-batches call the same connector."""
     recorder = recorder_of(kind, 2)
     hook = "wait_for_layer_load"
-    layers = LayerCalls(hook, [Target(i, lambda layer: None) for i in range(2)], recorder)
+    layers = LayerCalls(hook, [LayerCall(i, lambda layer: None) for i in range(2)], recorder)
     begin = time.perf_counter_ns()
     threads = [threading.Thread(target=lambda: [layers.fan_out("layer") for _ in range(20_000)]) for _ in range(2)]
     for thread in threads:

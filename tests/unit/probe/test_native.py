@@ -45,7 +45,7 @@ def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_that_can_not_be_loaded_is_named(tmp_path: Path) -> None:
-    """As that of another machine: its file is no library here."""
+    """As a library for another machine: the dynamic linker refuses it."""
     (tmp_path / "compiled.abi3.so").write_bytes(b"not ELF")
     program = (
         f"import sys; import kvobs.probe; kvobs.probe.__path__.insert(0, {str(tmp_path)!r}); "

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs.probe.layer_calls import ARGUMENTS, WAITS, LayerCalls, Target
+from kvobs.probe.layer_calls import ARGUMENTS, WAITS, LayerCall, LayerCalls
 from kvobs.probe.recorder import SUM
 from kvobs.schema.signals import LOOKUPS, slot
 from tests.support.probes import PROBES, Kind, each_probe, recorder_of
@@ -33,7 +33,7 @@ others = st.tuples(st.sampled_from(["close", "close, waiting", "count", "take"])
 
 
 class Engine:
-    """Calls connectors as a program says, by a clock of its own, and notes what comes of it."""
+    """Runs a program of calls into connectors by a fake clock, and records events, arguments and answers."""
 
     traces_all = False
 
@@ -41,7 +41,7 @@ class Engine:
         self.now, self.story = 10**9, list[Any]()
         self.recorder = recorder_of(kind, CONNECTORS, SLOW_NS, listener=self, clock=lambda: self.now)
         self.acts: list[tuple[int, str]] = []
-        targets = [Target(i, self.act) for i in range(CONNECTORS)]
+        targets = [LayerCall(i, self.act) for i in range(CONNECTORS)]
         self.layers = {hook: LayerCalls(hook, targets, self.recorder) for hook in ARGUMENTS}
         self.calls = {
             (hook, i): self.recorder.timed(i, hook, self.act) for hook in STEP_HOOKS for i in range(CONNECTORS)
@@ -121,7 +121,7 @@ def test_a_connector_may_end_within_its_call(kind: Kind, hook: str, monkeypatch:
     connector = Suicidal(held)
     ended = weakref.ref(connector)
     if hook in ARGUMENTS:
-        held["call"] = LayerCalls(hook, [Target(0, connector.hook)], recorder).fan_out
+        held["call"] = LayerCalls(hook, [LayerCall(0, connector.hook)], recorder).fan_out
     else:
         held["call"] = recorder.timed(0, hook, connector.hook)
     del connector
@@ -157,7 +157,7 @@ def test_calls_leave_no_reference(kind: Kind) -> None:
         raise error
 
     made = [recorder.timed(0, "get_finished", lambda *_: answer), recorder.timed(0, "get_finished", fails)]
-    made += [LayerCalls("save_kv_layer", [Target(0, lambda *_: answer), Target(1, call)], recorder).fan_out
+    made += [LayerCalls("save_kv_layer", [LayerCall(0, lambda *_: answer), LayerCall(1, call)], recorder).fan_out
              for call in (lambda *_: answer, fails)]  # fmt: skip
     before = [sys.getrefcount(each) for each in (subject, answer, error, None)]
     for call in made * 100:

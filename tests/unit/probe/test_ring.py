@@ -17,7 +17,7 @@ from kvobs.probe.black_box import Identity, Page, Record, pages
 from kvobs.probe.recorder import Recorder
 from kvobs.probe.ring import SIZE, pack, read, unpack
 from tests.support.probes import Kind, each_probe, recorder_of
-from tests.support.watched import NAMES, PROBES, REMOTE, config, note, process
+from tests.support.watched import NAMES, REMOTE, WRITERS, config, note, process
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_each_call_has_one_record_and_one_that_raised_says_so(kind: Kind) -> Non
 def test_a_record_that_a_killed_process_left_incomplete_is_not_read() -> None:
     box = black_box.begin(config("e"), NAMES, 1, ())
     note(box, 0, "wait_for_save", 5, 7)
-    PROBES.clear()  # as after a whole round; the begin is written first
+    WRITERS.clear()  # as after a whole round; the begin is written first
     box.words[box.marks(REMOTE, "start_load_kv")] = box.words[box.ring] = 11
     assert page_of().records() == []
     note(box, REMOTE, "start_load_kv", 11, 2, calls=3)
