@@ -128,6 +128,34 @@ CONNECTORS = (
         "{{ .Labels.connector }}{{ end }}{{ end }}.",
     ),
     Alert(
+        name="KvobsCorruptLoads",
+        severity=Severity.CRITICAL,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        expr="""
+            (
+              kvobs_corrupt_blocks_total
+              and (
+                timestamp(kvobs_corrupt_blocks_total)
+                >= ignoring (connector, rank) group_left () timestamp(kvobs_start_time_seconds)
+              )
+              and (
+                kvobs_corrupt_blocks_total
+                and ignoring (connector, rank) (kvobs_start_time_seconds > time() - 900)
+                or count_over_time(kvobs_corrupt_blocks_total[15m])
+                < ignoring (connector, rank) group_left () count_over_time(kvobs_start_time_seconds[15m])
+              )
+              or increase(kvobs_corrupt_blocks_total[15m])
+            ) > 0
+        """,
+        hold="0m",
+        keep="10m",
+        summary="A KV connector loads wrong bytes: answers may be wrong.",
+        description="{{ $value | humanize }} of the verified blocks that {connector} loaded on rank {{ $labels.rank }} "
+        "in the last fifteen minutes are not those that were computed for their tokens. The answers of their requests "
+        "may be wrong, although their loads count as good. vLLM's log names the requests.",
+    ),
+    Alert(
         name="KvobsStuckTransfers",
         severity=Severity.CRITICAL,
         about=CONNECTOR,

@@ -34,14 +34,17 @@ def details() -> list[Section]:
         ),
         Section(
             "Quarantine and connector faults (quarantine requires the option isolate)",
-            [(8, [(6, _quarantine()), (6, _quarantines()), (6, _stray()), (6, _failed_sync())])],
+            [
+                (8, [(6, _quarantine()), (6, _quarantines()), (6, _stray()), (6, _failed_sync())]),
+                (8, [(24, _verified())]),
+            ],
             collapsed=True,
         ),
         Section(
             "kvobs: cost and internal errors",
             [
                 (8, [(6, _self()), (6, _collector()), (6, _faults()), (6, _dropped())]),
-                (8, [(12, _malformed()), (12, _dropped_lines())]),
+                (8, [(24, _malformed())]),
             ],
             collapsed=True,
         ),
@@ -289,6 +292,21 @@ def _failed_sync() -> Panel:
     )
 
 
+def _verified() -> Panel:
+    return lines(
+        "Verified blocks (blocks/s)",
+        About(
+            "Loaded blocks that were compared with those computed for the same tokens, by outcome.",
+            "match is well; unknown was computed elsewhere or long ago; lossy is near: a compressed or another copy.",
+            "mismatch: answers may be wrong. See the runbook, KvobsCorruptLoads: take the connector out.",
+            "Without the option verify.share nothing is compared, and this panel is empty.",
+        ),
+        Query(SELECTION.rate(signals.VERIFIED_BLOCKS, "outcome"), "{{outcome}}"),
+        unit="ops",
+        stacked=True,
+    )
+
+
 def _count(signal: Signal, title: str, about: About) -> Panel:
     return lines(title, about, of_connector(SELECTION.rate(signal, "connector")), unit="ops")
 
@@ -362,31 +380,17 @@ def _dropped() -> Panel:
 
 
 def _malformed() -> Panel:
-    return _rare(
-        signals.MALFORMED_CONTEXTS,
-        "Malformed trace contexts",
-        About(
-            "Requests with a malformed traceparent header or kv_transfer_params.kvobs.",
-            "Such requests have no spans, unless slow or failed.",
-            "Find the client or proxy that creates them.",
-            "They are served like all others.",
-        ),
-        "source",
-    )
-
-
-def _dropped_lines() -> Panel:
     return lines(
-        "Lines of the request log dropped",
+        "Malformed trace contexts, dropped log lines",
         About(
-            "Lines of the option request_log that could not be written.",
-            "Zero is normal. Otherwise the disk is full, the folder is gone, or the pipe has no reader.",
-            "vLLM's log has the error; a disk that is too slow has no line there.",
+            "Requests with a malformed traceparent header or kv_transfer_params.kvobs; unwritten lines of request_log.",
+            "Such requests have no spans, unless slow or failed. The log's disk is full, or its pipe has no reader.",
+            "Find the client or proxy that creates them; vLLM's log has the error of a file.",
             "Serving is not affected, and metrics are complete.",
         ),
-        Query(SELECTION.count(signals.REQUEST_LOG_DROPPED), "dropped"),
+        Query(SELECTION.count(signals.MALFORMED_CONTEXTS, "source"), "{{source}}"),
+        Query(SELECTION.count(signals.REQUEST_LOG_DROPPED), "lines"),
         unit="short",
-        stacked=True,
     )
 
 

@@ -265,6 +265,7 @@ def measures(*by: str) -> dict[str, str]:
         "lookup": oldest(*by, kind="lookup"),
         "load": oldest(*by, kind="load"),
         "resume": resume_ages(*by),
+        "corrupt_blocks": SELECTION.gauge(signals.CORRUPT_BLOCKS, *by),  # since the start: it is not mended yet
         "quarantined": quarantine(*by),
         "failing_share": failing_share(*by),
         "scheduler_share": _blocking(*by),

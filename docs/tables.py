@@ -62,6 +62,7 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
         "hours"
     ),
     "FailedSyncLoads": lambda _: "a synchronous load failed: other connectors may hold blocks that were never loaded",
+    "CorruptLoads": lambda _: "a verified block has other bytes than were computed for its tokens",
     "StuckTransfers": lambda _: (
         "a rank has not reported loads or saves that other ranks have finished; for as long as they are unfinished"
     ),

@@ -50,6 +50,9 @@ from kvobs.telemetry.transfers.open_transfers import OpenTransfers
 from kvobs.telemetry.transfers.outcomes import Outcomes
 from kvobs.telemetry.transfers.quarantines import Quarantines
 from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size
+from kvobs.telemetry.verify.fingerprints import Fingerprints, Layers
+from kvobs.telemetry.verify.sample import BlockSample
+from kvobs.telemetry.verify.verifier import Verifier
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -88,10 +91,12 @@ def scheduler_side(
     policy = policies.policy_of(options, children, lambda: gains.cost)
     unsafe = unsafe_loads(specs, validated.conditions, validated.policy)
     more = [policy if isinstance(policy, Observer) else None, SyncLoadWarnings(unsafe) if unsafe else None]
-    observer = Composed([*followers, reuse, gains, open_transfers, *more])
+    share = options.verify.share
+    sample = BlockSample(share, layout, prompt_sizes[0]) if share is not None else None
+    observer = Composed([*followers, reuse, gains, open_transfers, *more, sample])
     feed = feed_of(vllm_config, specs, options, tracing)
     collector = _collector(children, recorders, feed)
-    telemetry = SchedulerTelemetry(recorders, collector, gains, open_transfers, feed)
+    telemetry = SchedulerTelemetry(recorders, collector, gains, open_transfers, feed=feed, sample=sample)
 
     visibility = [Visibility() for _ in children]
     isolation = Isolation(children, ledger, visibility, observer, int(options.isolate_slow_ms * 1e6))
@@ -147,7 +152,8 @@ def worker_side(
     """Build the side in a worker, its telemetry, and the fan-outs of the hooks of layers."""
     blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
     is_stock = "block_copy" in validated.configuration.stock
-    telemetry = WorkerTelemetry(recorders, _collector(children, recorders))
+    verifier = _verifier(recorders, validated, vllm_config, kv_cache_config)
+    telemetry = WorkerTelemetry(recorders, _collector(children, recorders), verifier)
     targets = {hook: [child.layer_target(hook) for child in children if child.does(hook)] for hook in ARGUMENTS}
     stalls = Stalls(targets, recorders.recorder)
     side = WorkerSide(
@@ -161,6 +167,20 @@ def worker_side(
         stats=telemetry,
     )
     return side, telemetry, stalls.fan_outs
+
+
+def _verifier(
+    recorders: Recorders, validated: Validated, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
+) -> Verifier | None:
+    """Return the comparison of loaded blocks on this rank, if the operator asks for it."""
+    configuration = validated.configuration
+    if (share := configuration.options.verify.share) is None or kv_cache_config is None:
+        return None
+    layers = vllm_config.compilation_config.static_forward_context
+    hidden = vllm_config.model_config.get_total_num_hidden_layers()
+    cache = Layers(groups_of(kv_cache_config), layers, kv_cache_config.num_blocks, hidden)
+    fingerprints = Fingerprints(cache, reads_all=share >= 1, cache_dtype=vllm_config.cache_config.cache_dtype)
+    return Verifier(configuration.names, rank_of(vllm_config), recorders.recorder, fingerprints)
 
 
 def _paths(children: Sequence[Child]) -> dict[str, str]:

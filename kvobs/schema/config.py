@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvobs.log import log
 from kvobs.schema.findings import Finding, cut, show, unknown
-from kvobs.schema.options import ExporterOptions, Options, TracingOptions
+from kvobs.schema.options import ExporterOptions, Options, TracingOptions, VerifyOptions
 from kvobs.schema.signals import CONNECTORS_AT_MOST
 
-__all__ = ["ConfigError", "Configuration", "ExporterOptions", "Options", "TracingOptions", "read"]
+__all__ = ["ConfigError", "Configuration", "ExporterOptions", "Options", "TracingOptions", "VerifyOptions", "read"]
 
 PATH = "kv_connector_extra_config"
 EXPORTER_VARIABLE = "KVOBS_EXPORTER"
@@ -223,6 +223,7 @@ def _known_options(loc: Sequence[int | str] = ()) -> list[str]:
     """Return the valid options at the place of an unknown one."""
     nested: dict[str, type[BaseModel]] = {
         "tracing": TracingOptions,
+        "verify": VerifyOptions,
         "exporter": ExporterOptions,
     }
     return list((nested[str(loc[0])] if len(loc) > 1 else Options).model_fields)

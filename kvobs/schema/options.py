@@ -58,6 +58,16 @@ class TracingOptions(_Strict):
     )
 
 
+class VerifyOptions(_Strict):
+    """The options under ``verify``."""
+
+    share: Annotated[float, Field(gt=0, le=1, strict=True)] | None = Field(
+        default=None,
+        description="compares this share of the blocks that connectors load with the bytes that vLLM computed for the "
+        "same tokens; 0.01 costs little, 1 finds every wrong block; `null`: none",
+    )
+
+
 class ExporterOptions(_Strict):
     """The options of the exporter, a process beside each engine."""
 
@@ -158,6 +168,7 @@ class Options(_Strict):
         "use it",
     )
     tracing: TracingOptions = Field(default=TracingOptions(), description="OpenTelemetry spans")
+    verify: VerifyOptions = Field(default=VerifyOptions(), description="comparison of loaded bytes")
     report: Annotated[Literal[False, True, "always"], BeforeValidator(_who_is_answered)] = Field(
         default=False,
         description="writes into the response's `kv_transfer_params.kvobs` which connector loaded how many tokens: "

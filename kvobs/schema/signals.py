@@ -182,6 +182,15 @@ STRAY_REPORTS = Signal(
     "Reports about a load or save that the connector does not own; they are ignored.",
     {"kind": ("load", "failure", "save")},
 )
+VERIFIED_BLOCKS = Signal(
+    "kvobs_verified_blocks_total",
+    "Loaded blocks compared with those computed for the same tokens, over all ranks; unknown: computed elsewhere, long "
+    "ago, or not comparable; lossy: only near. Counted with the option verify.share.",
+    {"outcome": ("match", "lossy", "mismatch", "unknown")},
+)
+CORRUPT_BLOCKS = Signal(
+    "kvobs_corrupt_blocks_total", "Verified blocks with outcome mismatch on this rank.", {"rank": OPEN}
+)
 QUARANTINED = Signal("kvobs_quarantined", "1 while a connector in the option isolate is in quarantine.")
 QUARANTINES = Signal(
     "kvobs_quarantines_total", "Quarantines after a failure or a slow call; most are shorter than a scrape interval."
@@ -247,7 +256,7 @@ BUILD_INFO = Signal(
     scope=Scope.PROCESS,
 )
 START_TIME = Signal("kvobs_start_time_seconds", "Start of the engine's counters, as Unix time.", scope=Scope.OUTSIDE)
-Where = Literal["record", "trace", "flush", "merge", "rebuild", "apply", "cut", "summarize", "version"]
+Where = Literal["record", "trace", "flush", "merge", "rebuild", "apply", "cut", "summarize", "verify", "version"]
 INTERNAL_ERRORS = Signal(
     "kvobs_internal_errors_total",
     "Contained errors of kvobs's telemetry: measurements are lost, serving is not affected.",

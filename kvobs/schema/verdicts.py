@@ -21,6 +21,9 @@ HANGS = State(
     {"call": 10, "lookup": 15, "load": 15, "resume": 15},
     "a call for {call} s; a lookup or load for {load} s, or a resume while nothing is computed",
 )
+CORRUPT = State(
+    "Corrupt", {"corrupt_blocks": 1}, "it has loaded a block with other bytes than were computed for its tokens"
+)
 QUARANTINED = State("Quarantined", {"quarantined": 1}, "new requests do without it")
 FAILING = State("Failing", {"failing_share": 0.05}, "{failing_share:.0%} or more of its loads and exceptions")
 BLOCKING = State(
@@ -34,7 +37,7 @@ SLOW = State("Slow", {"load_p99": 1}, "load p99 of {load_p99} s or more")
 WELL = State("OK", {"time_in_calls": 1e-9, "in_progress": 1, "requests": 1}, "in use, or the engine has requests")
 IDLE = State("Idle", {"configured": 0}, "nothing to do")
 
-STATES = (ENDED, HANGS, QUARANTINED, FAILING, BLOCKING, SLOW, WELL, IDLE)
+STATES = (ENDED, HANGS, CORRUPT, QUARANTINED, FAILING, BLOCKING, SLOW, WELL, IDLE)
 
 
 def judge(measures: Mapping[str, float | None]) -> tuple[State, str, float]:

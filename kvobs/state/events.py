@@ -7,12 +7,12 @@ Only annotators answer: the router carries what they add, and does not read it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import isfunction
 from typing import Any, Literal, Protocol
 
 from kvobs.state.offers import LookupResult, Offer
-from kvobs.state.transfers import Gain, Load, Save, Stray
+from kvobs.state.transfers import Gain, Load, ReportKind, Save, Stray
 
 Params = dict[str, Any]
 """vLLM's ``kv_transfer_params``."""
@@ -131,6 +131,9 @@ class WorkerObserver:
 
     def step_begun(self, note: Any, loads: Sequence[tuple[int, Any]]) -> None:
         """Receive an annotator's note on a step, and those on the loads that begin in it, each with its connector."""
+
+    def reported(self, child: int | None, kind: ReportKind, requests: Collection[str]) -> None:
+        """Receive a connector's report on loads or saves of these requests; None: the scheduler's side had it."""
 
     def step_ended(self) -> None:
         """Receive the end of a step, after the connectors' last hook."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,13 +10,15 @@ from kvobs.clock import wall_ns
 from kvobs.faults import contain, contained
 from kvobs.probe.black_box import SINCE, STEPS
 from kvobs.state.events import Annotator, ObservedRequest, Params, WorkerObserver
-from kvobs.state.transfers import Stuck
+from kvobs.state.transfers import ReportKind, Stuck
 from kvobs.telemetry.collector import Collector, FlushRule, Sink, divert
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
 from kvobs.telemetry.recorders import Recorders
 from kvobs.telemetry.tracing.trace_context import TraceContext
 from kvobs.telemetry.transfers.gains import Gains
 from kvobs.telemetry.transfers.open_transfers import OpenTransfers
+from kvobs.telemetry.verify.sample import BlockSample, VerifyOrders
+from kvobs.telemetry.verify.verifier import Verifier
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -28,6 +30,7 @@ class StepNote(NamedTuple):
 
     flush: bool  # whether they send their numbers
     trace: TraceContext | None  # the step's own, if every call is traced
+    verify: VerifyOrders | None = None
 
 
 NO_NOTE = StepNote(flush=False, trace=None)
@@ -45,13 +48,16 @@ class SchedulerTelemetry(Annotator):
         collector: Collector,
         gains: Gains,
         open_transfers: OpenTransfers,
+        *,
         feed: Sink | None = None,
+        sample: BlockSample | None = None,
     ) -> None:
         self._recorders = recorders
         self._collector = collector
         self._gains = gains
         self._open_transfers = open_transfers
         self._feed = feed
+        self._sample = sample
         self._words = recorders.recorder.box.words
         self._flush_rule = FlushRule(recorders.journal)
         self._flush_is_due = False
@@ -59,7 +65,7 @@ class SchedulerTelemetry(Annotator):
     # Notes
 
     def of_step(self, output: SchedulerOutput, *, has_forward: bool, has_sync_loads: bool) -> StepNote | None:
-        flush, trace = False, None
+        flush, trace, verify = False, None, None
         try:
             if self._recorders.tracer is not None:
                 trace = self._recorders.tracer.begin_step()
@@ -69,7 +75,13 @@ class SchedulerTelemetry(Annotator):
             flush = self._flush_rule.decide(now_ns, has_forward=has_forward, has_finished=has_finished)
         except Exception:
             contain("flush")
-        return StepNote(flush, trace) if flush or trace is not None else None
+        if self._sample is not None:
+            verify = self._orders_of(self._sample, output)
+        return StepNote(flush, trace, verify) if flush or trace is not None or verify is not None else None
+
+    @contained("verify")
+    def _orders_of(self, sample: BlockSample, output: SchedulerOutput) -> VerifyOrders | None:
+        return sample.orders_of(output)
 
     def of_load(self, request_id: str) -> TraceContext | None:
         traces = self._recorders.traces
@@ -127,8 +139,9 @@ class SchedulerTelemetry(Annotator):
 class WorkerTelemetry(WorkerObserver):
     """Observes the steps of one worker."""
 
-    def __init__(self, recorders: Recorders, collector: Collector) -> None:
+    def __init__(self, recorders: Recorders, collector: Collector, verifier: Verifier | None = None) -> None:
         self._recorders = recorders
+        self._verifier = verifier
         self._collector = collector
         self._words = recorders.recorder.box.words
         self._note = NO_NOTE
@@ -138,6 +151,12 @@ class WorkerTelemetry(WorkerObserver):
         self._note = note if note is not None else NO_NOTE
         if self._recorders.tracer is not None:
             self._join_trace(loads)
+        if self._verifier is not None:
+            self._verifier.step_begun(self._note.verify)
+
+    def reported(self, child: int | None, kind: ReportKind, requests: Collection[str]) -> None:
+        if self._verifier is not None:
+            self._verifier.reported(child, kind, requests)
 
     @contained("trace")
     def _join_trace(self, loads: Sequence[tuple[int, TraceContext | None]]) -> None:
@@ -151,6 +170,8 @@ class WorkerTelemetry(WorkerObserver):
 
     def step_ended(self) -> None:
         self._note = NO_NOTE
+        if self._verifier is not None:
+            self._verifier.step_ended()
         self._words[SINCE] = 0
         self._words[STEPS] += 1
 

@@ -25,6 +25,7 @@ from tests.bench import (
     reuse,
     steps,
     tracing,
+    verify,
 )
 from tests.bench.report import Part, Verdict, markdown, table
 
@@ -39,6 +40,7 @@ def main() -> int:
         "growth": lambda: growth.measure(progress.print),
         "payload": payload.measure,
         "reuse": reuse.measure,
+        "verify": verify.measure,
         "aggregating": aggregating.measure,
         "copying": copying.measure,
         "tracing": tracing.measure,

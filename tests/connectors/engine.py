@@ -50,8 +50,10 @@ class Engine(Rig):
         scheduler.max_num_seqs, scheduler.enable_chunked_prefill = 4, True
 
     def _build_worker(self, cls: Any, config: Any, caches: KVCacheConfig) -> Any:
+        memory = Memory(caches.num_blocks)
+        config.compilation_config.static_forward_context = memory.layers
         worker = super()._build_worker(cls, config, caches)
-        memory = self.memories[worker] = Memory(caches.num_blocks)
+        self.memories[worker] = memory
         for plug, child in zip(self.plugs, children_of(worker), strict=True):
             plug.attach_worker(child, memory, self.truth, config.parallel_config.rank)
         worker.register_kv_caches(memory.kv_caches)
@@ -96,7 +98,7 @@ class Engine(Rig):
         memory = self.memories[worker]
         context = SimpleNamespace(
             attn_metadata=dict.fromkeys(LAYERS),
-            no_compile_layers={layer: SimpleNamespace(kv_cache=memory.kv_caches[layer]) for layer in LAYERS},
+            no_compile_layers=memory.layers,
         )
         if scheduled.has_sync_kv_loads:
             worker.start_load_kv(context)

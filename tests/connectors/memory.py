@@ -6,6 +6,7 @@ What is computed on top of a wrong prefix is wrong, too, as in a model.
 """
 
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,7 @@ class Memory:
         self.raw = torch.zeros(blocks * PAGE_BYTES * len(LAYERS) // 4, dtype=torch.float32)
         shaped = self.raw.view(len(LAYERS), blocks, HEADS, BLOCK, WIDTH)
         self.kv_caches = {layer: shaped[index] for index, layer in enumerate(LAYERS)}
+        self.layers = {layer: SimpleNamespace(kv_cache=cache) for layer, cache in self.kv_caches.items()}
         self.array: Any = shaped.numpy()  # the same bytes
 
     def forward(self, block_ids: Sequence[int], tokens: Sequence[int], computed: int) -> int | None:

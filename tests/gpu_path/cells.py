@@ -159,6 +159,8 @@ class Found:
     """Tokens that were accepted from the drafting model."""
     counted: dict[str, Counted] = field(default_factory=dict)
     kvobs: dict[str, Counted] = field(default_factory=dict)
+    verified: dict[str, int] = field(default_factory=dict)
+    """Loaded blocks by outcome: kvobs verifies all."""
     left: list[str] = field(default_factory=list)
     ended: str = ""
 

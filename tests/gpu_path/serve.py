@@ -28,6 +28,7 @@ from vllm.v1.request import RequestStatus
 
 from kvobs.demo.run import multi_connector
 from kvobs.demo.server import parse_metrics
+from kvobs.schema.signals import VERIFIED_BLOCKS
 from tests.connectors.engine import children_of
 from tests.engine.serving import stock
 from tests.gpu_path.cells import Cell, Found
@@ -93,6 +94,7 @@ class Engine:
         config = multi_connector(*entries, names=self.cell.stores)
         if self.cell.extra == "isolate":
             config["kv_connector_extra_config"]["kvobs"]["isolate"] = list(self.cell.stores)
+        config["kv_connector_extra_config"]["kvobs"]["verify"] = {"share": 1.0}
         config = {"alone": entries[0], "stock": stock(config), "kvobs": config}[self.cell.router]
         return {**config, "kv_load_failure_policy": "recompute"}
 
@@ -177,6 +179,9 @@ class Engine:
         self.found.left = [line for line in lines if LAST.name not in line]  # of which they learn in the next step
         self.found.left += [f"{BLOCKS - 1 - free} blocks"] if free != BLOCKS - 1 else []
         if self.cell.router == "kvobs":
+            for sample in samples(VERIFIED_BLOCKS.name):
+                outcome = sample.labels["outcome"]
+                self.found.verified[outcome] = self.found.verified.get(outcome, 0) + int(sample.value)
             self.found.left += [f"{s.labels['kind']}: {s.value:.0f}" for s in samples("kvobs_in_flight") if s.value]
             assert_nothing_is_left(self.as_rig(free))
 

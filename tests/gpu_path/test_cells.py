@@ -18,6 +18,7 @@ def test_a_cell_answers_as_the_base_and_kvobs_counts_what_connectors_count(
     assert found.left == []
     if cell.router == "kvobs":
         assert found.kvobs == found.counted
+        assert set(found.verified) == {"match"}, found.verified
     if cell.stores:
         loads = {name: counted[1] for name, counted in found.counted.items()}
         assert loads["OffloadingConnector" if cell.stores[0] == "host" else "ExampleConnector"] > 0

@@ -130,7 +130,7 @@ EVERYTHING = Story(
         (2.0, 0.0, Ask(headers={TRACEPARENT: "garbage"})),
         (2.0, 0.0, Ask(params={"kvobs": {TRACEPARENT: 7}})),
     ),
-    options={"stuck_after_s": 1.5, "slow_load_ms": 250},
+    options={"stuck_after_s": 1.5, "slow_load_ms": 250, "verify": {"share": 1.0}},
     has_bad_stats=True,
     collector_is_down=(0.5, 0.65),
 )

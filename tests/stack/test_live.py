@@ -41,6 +41,7 @@ WITHOUT_DATA: dict[str, str] = {
     "kvobs_load_decisions_total": "this run's load policy is not fastest",
     "kvobs_kv_events_total": "no connector of this run has KV events",
     "kvobs_request_log_dropped_total": "this run has no request log",
+    "kvobs_corrupt_blocks_total": "no load of this run has wrong bytes",
 }
 """Metrics that such a run can't have, and why."""
 
@@ -58,7 +59,7 @@ EMPTY: dict[str, str] = {
     },
     "kvobs-connector: Decisions by reason (requests/s) (A)": WITHOUT_DATA["kvobs_load_decisions_total"],
     "kvobs-connector: KV events (events/s) (A)": WITHOUT_DATA["kvobs_kv_events_total"],
-    "kvobs-connector: Lines of the request log dropped (A)": WITHOUT_DATA["kvobs_request_log_dropped_total"],
+    "kvobs-connector: Malformed trace contexts, dropped log lines (B)": WITHOUT_DATA["kvobs_request_log_dropped_total"],
 }
 """Queries that must find nothing in such a run, by their board, panel and letter, and why."""
 

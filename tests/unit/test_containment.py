@@ -39,7 +39,7 @@ IN_ENGINE = {"telemetry.collector:divert", *(f"export.feed:Feed.{name}" for name
 """Seams that are passed in EngineCore with the exporter only; those of its own process can't reach an engine."""
 OPTIONS: dict[str, Any] = {
     "report": True, "load_policy": "fastest", "level": "calls", "tracing": {"propagate": True}, "slow_call_ms": 1e-6,
-    "stuck_after_s": 0.5,
+    "stuck_after_s": 0.5, "verify": {"share": 1.0},
 }  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def test_the_story_is_the_same_and_passes_each_seam(monkeypatch: pytest.MonkeyPa
     with instrumented(lambda seam, _: passed.add(seam)):
         assert Story(monkeypatch).happen() == expected
     assert {seam for seam in passed if not seam.startswith(OF_THREADS)} == _of_story()
-    assert len(_of_story()) == 89, "a module that moves keeps its seams"
+    assert len(_of_story()) == 96, "a module that moves keeps its seams"
     assert set(seams.find()) >= IN_ENGINE
     assert faults.take() == {}
 
@@ -276,7 +276,10 @@ EXPOSED = {
         [
             *(f"telemetry.sides:SchedulerTelemetry.{name}" for name in ("close", "collect", "of_client", "of_load")),
             "telemetry.sides:SchedulerTelemetry.received",
-            *(f"telemetry.sides:WorkerTelemetry.{name}" for name in ("collect", "step_begun", "step_ended")),
+            *(
+                f"telemetry.sides:WorkerTelemetry.{name}"
+                for name in ("collect", "reported", "step_begun", "step_ended")
+            ),
         ],
         STORES,
     ),

@@ -8,6 +8,8 @@ import gc
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ from kvobs import faults
 from kvobs.connectors.specs import STATED_BYTES
 from kvobs.probe.pauses import OF_PROCESS
 from kvobs.schema.signals import SIGNALS, Scope, Signal
-from kvobs.testing import BLOCK, Script, entry_of
-from tests.support.observed import KV, NAMES, STEP_S, Observed
+from kvobs.testing import BLOCK, Rig, Script, entry_of
+from tests.support.observed import KV, NAMES, STEP_S, SYNC, Observed
 from tests.support.rig import assert_nothing_is_left, child_config
 
 # --- calls
@@ -223,6 +225,34 @@ def test_block_copies(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> 
         assert engine.value("kvobs_block_copy_bytes_total", "two", direction=direction) == blocks * block
         assert engine.value("kvobs_block_copy_duration_seconds_count", "two", direction=direction) == calls
         assert engine.value("kvobs_block_copy_bytes_total", "one", direction=direction) == 0
+
+
+def test_verified_blocks(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    """The second time the load fills the first block with nothing."""
+    cache = torch.rand(64, 2, BLOCK, 4, 8)
+
+    class WithCache(Rig):
+        def _configure(self, config: Any) -> None:
+            config.compilation_config.static_forward_context = {"layer.0": SimpleNamespace(kv_cache=cache)}
+
+        def _forward(self, worker: Any, scheduled: Any) -> None:
+            super()._forward(worker, scheduled)
+            for new in scheduled.scheduled_new_reqs:
+                blocks = new.block_ids[0][:2]
+                cache[blocks] = torch.tensor([1.0, 2.0])[:, None, None, None, None] * torch.arange(8)
+                if new.req_id == "wrong":
+                    cache[blocks[0]] = 0
+
+    monkeypatch.setattr(Observed, "make_rig", WithCache)
+    engine = Observed(monkeypatch, a, b, ranks=1, verify={"share": 1.0})
+    b.offers |= {"right": SYNC, "wrong": SYNC}
+    for request in ("computed", "right", "wrong"):
+        engine.rig.add(request, prompt_of="computed")
+        engine.step(2)
+        engine.rig.scheduler.reset_prefix_cache()
+    engine.step(2)
+    assert engine.series("kvobs_verified_blocks_total") == {("two", "match"): 3, ("two", "mismatch"): 1}
+    assert engine.series("kvobs_corrupt_blocks_total") == {("two", "0"): 1}
 
 
 # --- kvobs itself

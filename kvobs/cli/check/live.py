@@ -19,7 +19,7 @@ from kvobs.cli.top.scrapes import NO_METRICS, PLAIN, PREFIX, Scrape, parse_vllm,
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
-from kvobs.schema.verdicts import FAILING, HANGS, QUARANTINED, SLOW
+from kvobs.schema.verdicts import CORRUPT, FAILING, HANGS, QUARANTINED, SLOW
 
 OPENMETRICS = "application/openmetrics-text"
 _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILINE)
@@ -27,6 +27,7 @@ _RULE = re.compile(r"^\s*-?\s*(?:alert|record):\s*(\S+)", re.MULTILINE)
 _HISTOGRAM = signals.LOAD_DURATION.name + "_bucket"
 _DOUBLED = f"count by (instance, engine, model_name) ({signals.BUILD_INFO.name}) > 1"
 _STATES = {
+    CORRUPT.name: ("loaded {:,.0f} blocks with wrong bytes since the engine's start", "KvobsCorruptLoads"),
     QUARANTINED.name: ("is in quarantine: new requests do without it", "KvobsConnectorQuarantined"),
     FAILING.name: ("fails: {:.0%} of its loads and exceptions since the engine's start", "KvobsConnectorFailing"),
     SLOW.name: ("is slow: the p99 of its loads since the engine's start is {:.3g} s", "KvobsLoadsSlow"),

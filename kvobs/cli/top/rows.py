@@ -101,7 +101,14 @@ def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
         ttft_p50_s=ttft.quantile_of(TTFT, 0.5),
         ttft_p99_s=ttft.quantile_of(TTFT, 0.99),
         connectors=tuple(
-            _judge(_connector_row(owner, numbers, seconds or 1), numbers, grown, vllm, is_change=seconds is not None)
+            _judge(
+                _connector_row(owner, numbers, seconds or 1),
+                numbers,
+                grown,
+                vllm,
+                now=now,
+                is_change=seconds is not None,
+            )
             for owner, numbers in sorted(connectors, key=_sort_key)
         ),
         seen_share=seen_share,
@@ -174,8 +181,10 @@ def _in_scheduler(numbers: Numbers, part: str) -> float:
     return sum(numbers.total(signals.CALL_DURATION, part, hook=hook) for hook in SCHEDULER_HOOKS)
 
 
-def _judge(row: ConnectorRow, numbers: Numbers, grown: Numbers, vllm: Numbers, *, is_change: bool) -> ConnectorRow:
-    """Return a row with its state, by its numbers, those of all connectors, and whether they are a change."""
+def _judge(
+    row: ConnectorRow, numbers: Numbers, grown: Numbers, vllm: Numbers, *, now: Numbers, is_change: bool
+) -> ConnectorRow:
+    """Return a row with its state, by its numbers, those of all connectors, those since the start, and their kind."""
     engine, raised = row.engine, numbers.total(signals.CALL_ERRORS)
     in_flight = grown.total(signals.IN_FLIGHT, engine=engine)
     waits = in_flight > grown.total(signals.IN_FLIGHT, engine=engine, kind="save")
@@ -188,6 +197,7 @@ def _judge(row: ConnectorRow, numbers: Numbers, grown: Numbers, vllm: Numbers, *
             "call": row.call_s,
             **ages,
             "resume": None if computes else ages.get("resume"),
+            "corrupt_blocks": now.total(signals.CORRUPT_BLOCKS, engine=engine, connector=row.connector),
             "quarantined": row.quarantined,
             "failing_share": (numbers.total(signals.LOADS, outcome="failed") + raised)
             / max(numbers.total(signals.LOADS) + raised, 1),

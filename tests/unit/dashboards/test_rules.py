@@ -45,7 +45,7 @@ def test_an_alert_says_all_that_it_must(name: str) -> None:
     alert = RULE_OF[name]
     assert name.startswith("Kvobs")
     # Wrong answers and an engine's end can't wait for a second evaluation; an age is a duration already.
-    at_once = ("FailedSyncLoads", "EngineEnded", "CallHangs", "RequestsNotResumed", "LoadUnfinished",
+    at_once = ("CorruptLoads", "FailedSyncLoads", "EngineEnded", "CallHangs", "RequestsNotResumed", "LoadUnfinished",
                "ConnectorBlocksEngine", "LookupUnanswered")  # fmt: skip
     assert re.fullmatch("0m" if name.removeprefix("Kvobs") in at_once else r"[1-9]\d*[mh]", alert["for"])
     assert re.fullmatch(r"[1-9]\d*m", alert.get("keep_firing_for", "1m"))
@@ -125,6 +125,7 @@ def test_a_query_for_what_does_not_exist_is_found() -> None:
 
 FURTHER = {
     "KvobsStuckTransfers": {"rank"}, "KvobsSlowestRank": {"rank"}, "KvobsLoadsSlow": {"mode"},
+    "KvobsCorruptLoads": {"rank"},
     "KvobsInternalErrors": {"where"}, "KvobsCallHangs": {"hook", "rank"},
     "KvobsEngineEnded": {"connector", "hook", "reason"}, "KvobsRequestsNotResumed": {"connector", "kind", "host"},
     "KvobsTelemetryStale": {"host"}, "KvobsLoadUnfinished": {"kind"}, "KvobsLookupUnanswered": {"kind"},
@@ -217,7 +218,8 @@ def test_alerts_are_in_the_order_of_their_severity() -> None:
     found = [order.index(alert.severity) for alert in BY_NAME.values()]
     assert found == sorted(found)
     assert {alert.name for alert in BY_NAME.values() if alert.severity is Severity.CRITICAL} == {
-        "KvobsEnginesFailingRequests", "KvobsRequestsFailing", "KvobsFailedSyncLoads", "KvobsStuckTransfers",
+        "KvobsEnginesFailingRequests", "KvobsRequestsFailing", "KvobsFailedSyncLoads", "KvobsCorruptLoads",
+        "KvobsStuckTransfers",
         "KvobsLoadUnfinished", "KvobsConnectorBlocksEngine", "KvobsCallHangs", "KvobsEngineEnded",
         "KvobsRequestsNotResumed",
     }  # fmt: skip
@@ -253,5 +255,6 @@ def test_a_query_of_the_runbook_finds_a_first_event(name: str, metric: str, tmp_
 
 def test_the_rare_are_those_that_must_not_happen() -> None:
     assert [name for name, _ in RARE] == [
-        "KvobsConnectorErrors", "KvobsFailedSyncLoads", "KvobsInternalErrors", "KvobsStuckTransfers",
+        "KvobsConnectorErrors", "KvobsCorruptLoads", "KvobsFailedSyncLoads", "KvobsInternalErrors",
+        "KvobsStuckTransfers",
     ]  # fmt: skip

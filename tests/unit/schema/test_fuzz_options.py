@@ -10,7 +10,7 @@ from vllm.config import KVTransferConfig
 
 from kvobs.connectors.configured import read_specs
 from kvobs.schema.config import ConfigError, Configuration, read
-from kvobs.schema.options import Options, TracingOptions
+from kvobs.schema.options import Options, TracingOptions, VerifyOptions
 from kvobs.telemetry.tracing.trace_context import KEY
 from tests.support.contexts import json_values
 
@@ -27,6 +27,7 @@ anything = st.recursive(
 )
 of_options: dict[str, Any] = dict.fromkeys(Options.model_fields, anything)
 of_options["tracing"] = anything | st.dictionaries(st.sampled_from(sorted(TracingOptions.model_fields)), anything)
+of_options["verify"] = anything | st.dictionaries(st.sampled_from(sorted(VerifyOptions.model_fields)), anything)
 connectors = st.lists(
     anything
     | st.fixed_dictionaries(

@@ -100,6 +100,14 @@ SCENES = {
         "saved in the same step may be wrong, and so are answers that use them. Other connectors: cpu.",
         beside={"kvobs_connector_info": UP},
     ),
+    "KvobsCorruptLoads": rare(
+        'kvobs_corrupt_blocks_total{rank="1"}',
+        f"{{}} of the verified blocks that {OF_CHILD} loaded on rank 1 in the last fifteen minutes are not "
+        "those that were computed for their tokens. The answers of their requests may be wrong, although their loads "
+        "count as good. vLLM's log names the requests.",
+        {"rank": "1"},
+        beside={"kvobs_connector_info": UP},
+    ),
     "KvobsEnginesFailing": many_failing("recompute", "Their tokens are recomputed."),
     "KvobsConnectorFailing": failing("recompute", "Their tokens are recomputed."),
     "KvobsConnectorQuarantined": Scenes(

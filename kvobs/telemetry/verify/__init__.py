@@ -1,0 +1,1 @@
+"""Compare the bytes of loaded KV cache blocks with those that were computed for the same tokens, by samples."""

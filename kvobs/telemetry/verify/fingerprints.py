@@ -1,0 +1,179 @@
+"""Read blocks of the KV cache and compute fingerprints of them, on the device and in the order of its stream."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, UniformTypeKVCacheSpecs
+
+from kvobs.telemetry.verify.noted import Fingerprint
+from kvobs.telemetry.verify.sample import Block
+
+LAYERS_OF_A_BLOCK = 4  # that are read, unless every block is
+VALUES = 128  # of a block that are kept
+AT_A_TIME = 64  # blocks: bounds the memory that reading takes
+_WITH_TOKENS = (AttentionSpec, UniformTypeKVCacheSpecs)
+_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_MIX = 0x9E3779B97F4A7C15 - 2**64  # odd, as a signed number
+
+
+class Taken(NamedTuple):
+    """Fingerprints that the device computes: ``is_ready`` says whether ``read`` need not wait."""
+
+    is_ready: Callable[[], bool]
+    read: Callable[[], list[Fingerprint]]
+
+
+class Layers:
+    """The layers of an engine's KV cache whose blocks can be verified, per KV cache group, on one rank.
+
+    ``layers`` are vLLM's modules by name, whose ``kv_cache`` has ``blocks`` blocks. Groups with a state, such as
+    Mamba's, have none; neither have the layers of a draft model, which are written after the connectors were called.
+    """
+
+    def __init__(self, groups: Sequence[Any], layers: Mapping[str, Any], blocks: int, hidden_layers: int) -> None:
+        self._names = [
+            [name for name in group.layer_names if name in layers and _number(name) < hidden_layers]
+            if isinstance(group.kv_cache_spec, _WITH_TOKENS) and not isinstance(group.kv_cache_spec, CrossAttentionSpec)
+            else []
+            for group in groups
+        ]
+        self._layers = layers
+        self._blocks = blocks
+
+    def count(self, group: int) -> int:
+        """Return the number of layers of a group; 0 if its blocks can't be verified."""
+        return len(self._names[group]) if group < len(self._names) else 0
+
+    def pages(self, group: int, layer: int) -> torch.Tensor:
+        """Return a layer's cache with the blocks as its first dimension.
+
+        Raises:
+            ValueError: its shape has no dimension for the blocks.
+        """
+        cache = self._layers[self._names[group][layer]].kv_cache
+        cache = cache if isinstance(cache, torch.Tensor) else cache[0]  # one for each virtual engine
+        for dim, size in enumerate(cache.shape):
+            if size >= self._blocks and size % self._blocks == 0:  # a kernel's blocks may be smaller
+                return cache.movedim(dim, 0).unflatten(0, (self._blocks, size // self._blocks))
+        raise ValueError(f"no dimension of {tuple(cache.shape)} has the KV cache's {self._blocks} blocks")
+
+
+class Fingerprints:
+    """Computes fingerprints of blocks in a few layers that the key chooses, or in all."""
+
+    def __init__(self, layers: Layers, *, reads_all: bool, cache_dtype: str = "auto") -> None:
+        self._cache = layers
+        self._at_most = 10**6 if reads_all else LAYERS_OF_A_BLOCK
+        self._fp8 = _FP8.get(cache_dtype)
+
+    def can_read(self, block: Block) -> bool:
+        """Return whether this rank has layers of the block's group."""
+        return self._cache.count(block.group) > 0
+
+    def take(self, blocks: Sequence[Block]) -> Taken:
+        """Queue the reading of blocks behind all that the device has queued; ``blocks`` can be read."""
+        rows_of: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for row, block in enumerate(blocks):
+            for layer in self._chosen(block):
+                rows_of[block.group, layer].append(row)
+        parts = [(*at, part) for at, rows in sorted(rows_of.items()) for part in batched(rows)]
+        device = self._cache.pages(*parts[0][:2]).device
+        is_queue = device.type == "cuda"
+        rows = list(chain.from_iterable(part[2] for part in parts))
+        index = torch.tensor([rows, [blocks[row].id for row in rows]], pin_memory=is_queue).to(
+            device, non_blocking=True
+        )
+        digests = torch.zeros(len(blocks), dtype=torch.int64, device=device)
+        values = torch.zeros((len(blocks), VALUES), device=device)
+        largest = torch.zeros(len(blocks), device=device)
+        done = 0
+        for group, layer, its_rows in parts:
+            row, ids = index[:, done : done + len(its_rows)]
+            done += len(its_rows)
+            raw = self._cache.pages(group, layer)[ids].flatten(1)
+            digests[row] = digests[row] * _MIX + _digest(raw)
+            numbers = self._numbers(raw)
+            largest[row] = torch.maximum(largest[row], numbers.abs().amax(1))
+            first, count = self._columns(group, layer)
+            if first < VALUES:
+                values[row, first : first + count] = numbers[:, _spread(numbers.shape[1], count, device)]
+        results = digests, values, largest
+        return _queued(*results) if is_queue else Taken(lambda: True, lambda: _read(*results))
+
+    def _chosen(self, block: Block) -> Iterator[int]:
+        count = self._cache.count(block.group)
+        stride = self._stride(count)
+        return iter(range(block.key[-1] % stride, count, stride))
+
+    def _stride(self, layers: int) -> int:
+        return -(-layers // self._at_most)
+
+    def _columns(self, group: int, layer: int) -> tuple[int, int]:
+        """Return where a layer's values are in those of a block, and how many it has."""
+        count = self._cache.count(group)
+        stride = self._stride(count)
+        number = max(1, VALUES // -(-count // stride))
+        return layer // stride * number, number
+
+    def _numbers(self, raw: torch.Tensor) -> torch.Tensor:
+        if self._fp8 is not None and raw.dtype is torch.uint8:
+            raw = raw.view(self._fp8)
+        return raw.float()
+
+
+def batched(rows: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Return the rows in parts that are read at a time."""
+    return (rows[i : i + AT_A_TIME] for i in range(0, len(rows), AT_A_TIME))
+
+
+def _number(layer: str) -> int:
+    """Return the number in a layer's name, by which vLLM counts on from the model to its draft model."""
+    found = re.search(r"\.(\d+)(\.|$)", layer)
+    return int(found[1]) if found is not None else 0
+
+
+def _digest(raw: torch.Tensor) -> torch.Tensor:
+    """Return a number of each row that depends on all bytes and their order."""
+    data = raw.contiguous().view(torch.uint8)
+    if rest := -data.shape[1] % 8:
+        data = torch.nn.functional.pad(data, (0, rest))
+    words = data.view(torch.int64)
+    return (words * _weights(words.shape[1], raw.device)).sum(1)
+
+
+@lru_cache(maxsize=8)
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Return odd numbers: another word in one place always changes the sum."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1).to(device)
+
+
+@lru_cache(maxsize=32)
+def _spread(size: int, count: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(size, (count,), generator=generator).to(device)
+
+
+def _queued(*results: torch.Tensor) -> Taken:
+    """Return results that a CUDA device copies to the host when it has computed them."""
+    copies = [result.to("cpu", non_blocking=True) for result in results]
+    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def read() -> list[Fingerprint]:
+        done.synchronize()
+        return _read(*copies)
+
+    return Taken(done.query, read)
+
+
+def _read(digests: torch.Tensor, values: torch.Tensor, largest: torch.Tensor) -> list[Fingerprint]:
+    rows = zip(digests.tolist(), values.numpy(), largest.tolist(), strict=True)
+    return [Fingerprint(digest, row.copy(), top) for digest, row, top in rows]

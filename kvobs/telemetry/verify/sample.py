@@ -1,0 +1,142 @@
+"""Sample prompt blocks by the hash of their content, and order the workers to read them: on the scheduler's side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvobs.state.cache_layout import CacheLayout
+from kvobs.state.events import ObservedRequest, Observer
+from kvobs.state.offers import LookupResult
+from kvobs.state.transfers import Load
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+KEY_BYTES = 8
+"""Bytes of vLLM's block hash that are compared with the share, and identify a block's content."""
+
+
+class Block(NamedTuple):
+    """A sampled block; ``position`` is that of its first token in the prompt."""
+
+    key: bytes
+    group: int
+    id: int
+    position: int
+
+
+class LoadedBlocks(NamedTuple):
+    """The sampled blocks that a load fills completely."""
+
+    child: int
+    request: str
+    is_async: bool
+    blocks: tuple[Block, ...]
+
+
+class VerifyOrders(NamedTuple):
+    """Orders for all ranks: the blocks to note after this step's forward, and those of the loads that begin in it."""
+
+    noted: tuple[Block, ...]
+    loads: tuple[LoadedBlocks, ...]
+
+
+class _Prompt:
+    """The sampled blocks of a request's prompt."""
+
+    def __init__(self, ends: Sequence[tuple[int, bytes]]) -> None:
+        self.ends = ends  # the token after each, and its key
+        self.first = 0  # the first token that is computed, and not in a cache
+        self.ids: list[list[int]] = []  # per KV cache group; those of its blocks, once vLLM has scheduled it
+
+
+class BlockSample(Observer):
+    """Finds the sampled blocks of prompts, as vLLM computes and loads them.
+
+    A block is sampled where its hash says so: at every save and load, on every rank, whoever shares the hash.
+    ``share`` is the sampled part of all blocks, ``hash_block_size`` the number of tokens of a hash.
+    """
+
+    def __init__(self, share: float, layout: CacheLayout, hash_block_size: int) -> None:
+        whole = 1 << 8 * KEY_BYTES
+        self._below = min(int(share * whole), whole - 1).to_bytes(KEY_BYTES, "big")
+        self._takes_all = share >= 1
+        self._sizes = layout.block_sizes
+        self._hash_size = hash_block_size
+        self._prompts: dict[str, _Prompt] = {}
+        self._unfilled: dict[str, _Prompt] = {}  # those with blocks that are still to be computed
+        self._loads: list[LoadedBlocks] = []
+
+    def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
+        """Sample the prompt; after a preemption it is computed again."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None and self._hash_size:
+            whole = request.block_hashes[: request.num_prompt_tokens // self._hash_size]
+            if sampled := [
+                ((i + 1) * self._hash_size, bytes(key[:KEY_BYTES]))
+                for i, key in enumerate(whole)
+                if self._takes_all or key < self._below
+            ]:
+                prompt = self._prompts[request.request_id] = _Prompt(sampled)
+        if prompt is not None:
+            self._unfilled[request.request_id] = prompt
+
+    def admitted(self, request_id: str, load: Load) -> None:
+        """Order the blocks of a load."""
+        if (prompt := self._prompts.get(request_id)) is None:
+            return
+        first, end, blocks = load.local_tokens, load.local_tokens + load.tokens, list[Block]()
+        for group, ids in enumerate(load.blocks):
+            for block_end, key in self._of_group(prompt, group, first, end):
+                # Null blocks, which a load does not have, come first.
+                at = len(ids) + block_end // self._sizes[group] - -(-end // self._sizes[group]) - 1
+                if block_end - self._sizes[group] >= first and at >= 0:
+                    blocks.append(Block(key, group, ids[at], block_end - self._sizes[group]))
+        if blocks:
+            self._loads.append(LoadedBlocks(load.child, request_id, load.is_async, tuple(blocks)))
+
+    def request_ended(self, request: ObservedRequest) -> None:
+        self._prompts.pop(request.request_id, None)
+        self._unfilled.pop(request.request_id, None)
+
+    def orders_of(self, output: SchedulerOutput) -> VerifyOrders | None:
+        """Return the orders for this step, if there are any."""
+        noted = self._computed_in(output) if self._unfilled else []
+        loads, self._loads = self._loads, []
+        return VerifyOrders(tuple(noted), tuple(loads)) if noted or loads else None
+
+    def _computed_in(self, output: SchedulerOutput) -> list[Block]:
+        """Return the blocks that become full in this step."""
+        computed: list[Block] = []
+        for new in output.scheduled_new_reqs:
+            if (prompt := self._unfilled.get(new.req_id)) is not None:
+                prompt.first, prompt.ids = new.num_computed_tokens, [list(ids) for ids in new.block_ids]
+                computed += self._advance(new.req_id, prompt, new.num_computed_tokens, output)
+        cached = output.scheduled_cached_reqs
+        for request_id, ids, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if (prompt := self._unfilled.get(request_id)) is not None:
+                if request_id in cached.resumed_req_ids:
+                    prompt.first, prompt.ids = start, []
+                prompt.ids = prompt.ids or [[] for _ in ids or ()]
+                for known, more in zip(prompt.ids, ids or (), strict=False):
+                    known.extend(more)
+                computed += self._advance(request_id, prompt, start, output)
+        return computed
+
+    def _advance(self, request_id: str, prompt: _Prompt, start: int, output: SchedulerOutput) -> Iterator[Block]:
+        end = start + output.num_scheduled_tokens[request_id]
+        for group, ids in enumerate(prompt.ids):
+            for block_end, key in self._of_group(prompt, group, start, end):
+                at, position = block_end // self._sizes[group] - 1, block_end - self._sizes[group]
+                if position >= prompt.first and at < len(ids) and ids[at]:  # 0 is vLLM's null block
+                    yield Block(key, group, ids[at], position)
+        if end >= prompt.ends[-1][0]:
+            self._unfilled.pop(request_id, None)
+
+    def _of_group(self, prompt: _Prompt, group: int, first: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Return ends and keys of the blocks of a group that end after ``first`` and until ``end``."""
+        size = self._sizes[group] if group < len(self._sizes) else 0
+        return ((at, key) for at, key in prompt.ends if size and first < at <= end and at % size == 0)

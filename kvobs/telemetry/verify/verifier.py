@@ -1,0 +1,118 @@
+"""Verify loaded blocks on one rank: note computed blocks after the forward, compare loaded ones with them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvobs.clock import wall_ns
+from kvobs.faults import contained
+from kvobs.log import line, log, once
+from kvobs.probe.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.state.transfers import ReportKind
+from kvobs.telemetry.verify.fingerprints import Fingerprints, Taken
+from kvobs.telemetry.verify.noted import NotedBlocks, Outcome
+from kvobs.telemetry.verify.sample import Block, LoadedBlocks, VerifyOrders
+
+_OUTCOMES = {name: signals.slot(signals.VERIFIED_BLOCKS, name) for name in signals.VERIFIED_BLOCKS.labels["outcome"]}
+OPEN_AT_MOST = 4096  # loads; a rank need not report one whose request has ended
+SILENT_NS = 60 * 10**9  # after an error was logged: a broken connector would fill the log
+_NO_ORDERS = VerifyOrders((), ())
+
+
+class _Reading(NamedTuple):
+    taken: Taken
+    noted: Sequence[Block]
+    loads: Sequence[LoadedBlocks]
+
+
+class Verifier:
+    """Verifies the loads of one rank; an asynchronous one when it is received, another after its step."""
+
+    def __init__(self, names: Sequence[str], rank: int, recorder: Recorder, fingerprints: Fingerprints) -> None:
+        self._names = names
+        self._rank = rank
+        self._recorder = recorder
+        self._fingerprints = fingerprints
+        self._blocks = NotedBlocks()
+        self._orders = _NO_ORDERS
+        self._open: dict[str, LoadedBlocks] = {}  # by request
+        self._received: dict[str, LoadedBlocks] = {}  # in this step
+        self._readings: deque[_Reading] = deque()
+        self._silent_until_ns = [0] * len(names)
+
+    @contained("verify")
+    def step_begun(self, orders: VerifyOrders | None) -> None:
+        """Receive the scheduler's orders, and read what has arrived since the last step before the forward."""
+        if self._received:
+            self._orders = _NO_ORDERS
+            self.step_ended()
+        self._orders = orders if orders is not None else _NO_ORDERS
+        for load in self._orders.loads:
+            (self._open if load.is_async else self._received)[load.request] = load
+        while len(self._open) > OPEN_AT_MOST:
+            del self._open[next(iter(self._open))]
+
+    @contained("verify")
+    def reported(self, child: int | None, kind: ReportKind, requests: Iterable[str]) -> None:
+        """Receive a report on loads; failed ones are not verified, since vLLM does not use them."""
+        if not self._open and not self._received:
+            return
+        for request in requests:
+            if kind is ReportKind.RECEIVED:
+                if (load := self._open.get(request)) is not None and child in (load.child, None):
+                    self._received[request] = self._open.pop(request)
+            elif kind is not ReportKind.SAVED and kind is not ReportKind.SYNC_DONE:
+                self._open.pop(request, None)
+                self._received.pop(request, None)
+
+    @contained("verify")
+    def step_ended(self) -> None:
+        """Queue the reading of this step's blocks, and compare those that have been read."""
+        if self._orders.noted or self._received:
+            noted = [block for block in self._orders.noted if self._fingerprints.can_read(block)]
+            loads = [self._readable(load) for load in self._received.values()]
+            self._orders, self._received = _NO_ORDERS, {}
+            if blocks := [*noted, *(block for load in loads for block in load.blocks)]:
+                self._readings.append(_Reading(self._fingerprints.take(blocks), noted, loads))
+        while self._readings and self._readings[0].taken.is_ready():
+            self._compare(self._readings.popleft())
+
+    def _readable(self, load: LoadedBlocks) -> LoadedBlocks:
+        blocks = tuple([block for block in load.blocks if self._fingerprints.can_read(block)])
+        if left_out := len(load.blocks) - len(blocks):
+            self._recorder.count(load.child, _OUTCOMES["unknown"], left_out)
+        return load._replace(blocks=blocks)
+
+    def _compare(self, reading: _Reading) -> None:
+        fingerprints = iter(reading.taken.read())
+        for block in reading.noted:
+            self._blocks.note(block.group, block.key, next(fingerprints))
+        for load in reading.loads:
+            outcomes = {each: self._blocks.compare(each.group, each.key, next(fingerprints)) for each in load.blocks}
+            for outcome in outcomes.values():
+                self._recorder.count(load.child, _OUTCOMES[outcome])
+            self._tell(load, outcomes)
+
+    def _tell(self, load: LoadedBlocks, outcomes: dict[Block, Outcome]) -> None:
+        name = self._names[load.child]
+        if wrong := [block for block, outcome in outcomes.items() if outcome == "mismatch"]:
+            for _ in wrong:
+                self._recorder.count_open(load.child, signals.CORRUPT_BLOCKS, str(self._rank))
+            text = (
+                "connector %r loaded wrong bytes on rank %d: %d of %d verified blocks of request %s are not those that "
+                "were computed for their tokens, the first at token %d. Its answer may be wrong; see docs/verify.md"
+            )
+            first, now_ns = min(block.position for block in wrong), wall_ns()
+            if now_ns >= self._silent_until_ns[load.child]:
+                self._silent_until_ns[load.child] = now_ns + SILENT_NS
+                log.error(text, name, self._rank, len(wrong), len(outcomes), line(load.request), first)
+        if any(outcome == "lossy" for outcome in outcomes.values()):
+            text = (
+                "connector %r loads blocks on rank %d whose values are near the computed ones, but not the same: it "
+                "compresses them, or another engine computed them (kvobs_verified_blocks_total, outcome lossy)"
+            )
+            once(f"lossy:{name}", logging.INFO, text, name, self._rank)

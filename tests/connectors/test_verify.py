@@ -1,0 +1,128 @@
+"""Verified loads of every connector that stores: nothing is blamed where all is right, and every fault is found."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvobs.schema import signals
+from tests.connectors.engine import Engine
+from tests.connectors.lives import PLUGS, SETTINGS, build, live, make, settle
+from tests.connectors.memory import BLOCK, LAYERS
+from tests.connectors.offloading import Offloading
+from tests.connectors.simple_cpu import SimpleCPU
+from tests.support.rig import forget_unused
+
+SHARE = {"verify": {"share": 1.0}}
+
+
+def outcomes(engine: Engine) -> dict[str, Counter[str]]:
+    """Return how many blocks each connector loaded on all ranks, by outcome."""
+    counted: dict[str, Counter[str]] = {plug.name: Counter() for plug in engine.plugs}
+    for worker in engine.workers:
+        recorder = worker._telemetry._recorders.recorder
+        for child, plug in enumerate(engine.plugs):
+            for outcome in signals.VERIFIED_BLOCKS.labels["outcome"]:
+                slot = signals.place(child, signals.slot(signals.VERIFIED_BLOCKS, outcome))
+                counted[plug.name][outcome] += recorder.words[recorder._first + slot]
+    return counted
+
+
+@pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize("name", [name for name in PLUGS if name != "decode-bench"])
+def test_no_block_of_a_right_connector_is_blamed(name: str, is_v2: bool) -> None:
+    settings: dict[str, Any] = {"blocks": 20, **SETTINGS.get(name, {})}
+    total: Counter[str] = Counter()
+    for seed in range(4):
+        with pytest.MonkeyPatch.context() as patch:
+            engine = build("kvobs", [make(name, seed)], patch, is_v2=is_v2, kvobs=SHARE, **settings)
+            ending = live(engine, seed)
+        print(name, seed, outcomes(engine), ending.loaded, ending.faults)
+        total += outcomes(engine)[name]
+    assert total["mismatch"] == total["lossy"] == 0
+    assert total["match"] > 0
+
+
+def host_pages(plug: Any, rank: int = 0) -> list[Any]:
+    """Return the pages of one rank's store in host memory, all layers of a block together, as bytes."""
+    if isinstance(plug, Offloading):
+        layers = [layer.numpy() for layer in plug.workers[rank].connector_worker.worker.host]
+    elif isinstance(plug, SimpleCPU):
+        layers = [plug.backends[rank].cpu[layer].numpy() for layer in LAYERS]
+    else:
+        return [page.view(np.uint8) for page in plug.pages.values()]
+    return [[layer[block].view(np.uint8) for layer in layers] for block in range(len(layers[0]))]
+
+
+def flip(pages: list[Any]) -> None:
+    """Flip the bits of one byte of each page."""
+    for number, page in enumerate(pages):
+        data = page[number % len(LAYERS)].reshape(-1)
+        data[(number * 37) % data.size] ^= 0xFF
+
+
+def shift(pages: list[Any]) -> None:
+    """Give each page the bytes of the next one, as if keys had been swapped."""
+    copies = [[layer.copy() for layer in page] for page in pages]
+    for page, other in zip(pages, copies[1:] + copies[:1], strict=True):
+        for layer, theirs in zip(page, other, strict=True):
+            layer[:] = theirs
+
+
+def truncate(pages: list[Any]) -> None:
+    """Zero the second half of each page."""
+    for page in pages:
+        for layer in page:
+            layer.reshape(-1)[layer.size // 2 :] = 0
+
+
+def ask_twice(engine: Engine, between: Any, prompts: int = 4) -> None:
+    """Compute and store prompts, do something to the stores, and load the prompts from them."""
+    for turn in ("stored", "loaded"):
+        for number in range(prompts):
+            engine.add(f"{turn}-{number}", [number * 31 + i for i in range(5 * BLOCK + 1)], 2)
+            settle(engine)
+        if turn == "stored":
+            forget_unused(engine)
+            between()
+
+
+@pytest.mark.parametrize("fault", [flip, shift, truncate], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("name", ["offloading", "simple-cpu", "hf3fs"])
+def test_every_wrong_block_is_found_and_no_sibling_blamed(name: str, fault: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        plugs = [make(name), make("lmcache-mp")]
+        engine = build("kvobs", plugs, patch, blocks=70, kvobs=SHARE)
+        ask_twice(engine, lambda: fault(host_pages(plugs[0])))
+    found = outcomes(engine)
+    wrong = found[name]["mismatch"] + (found[name]["lossy"] if fault is flip else 0)
+    print(found)
+    assert (wrong, found[name]["match"], found[name]["unknown"]) == (20, 0, 0)
+    assert found["lmcache-mp"].total() == 0
+    assert engine.wrong_uses  # as the model saw, too
+
+
+def test_the_rank_is_named() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        plug = make("offloading")
+        engine = build("kvobs", [plug], patch, blocks=70, ranks=2, kvobs=SHARE)
+        ask_twice(engine, lambda: shift(host_pages(plug, rank=1)))
+    assert outcomes(engine)["offloading"] == Counter(match=20, mismatch=20)
+    opened = [worker._telemetry._recorders.recorder._opened for worker in engine.workers]
+    assert [[key for key in each if key[0] == signals.CORRUPT_BLOCKS.name] for each in opened] == [
+        [],
+        [(signals.CORRUPT_BLOCKS.name, 0, "1")],
+    ]
+
+
+def test_a_block_that_was_filled_again_while_it_was_saved_is_found() -> None:
+    """Offloading reads blocks that a sibling's load fills: a fault of vLLM's, in test_stock_faults.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        plugs: list[Any] = [make("lmcache-mp", 7), make("offloading", 7)]
+        plugs[1].is_late = True
+        engine = build("kvobs", plugs, patch, blocks=20, kvobs=SHARE)
+        live(engine, 7)
+    assert plugs[1].wrong_stores
+    assert outcomes(engine)["offloading"]["mismatch"] > 0
+    assert outcomes(engine)["lmcache-mp"]["mismatch"] == 0

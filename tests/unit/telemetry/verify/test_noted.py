@@ -1,0 +1,68 @@
+"""Fingerprints that are kept by content, and compared."""
+
+import math
+
+import numpy as np
+import pytest
+
+from kvobs.telemetry.verify.noted import VARIANTS_AT_MOST, Fingerprint, NotedBlocks
+
+RNG = np.random.default_rng(7)
+VALUES = RNG.standard_normal(128).astype(np.float32)
+NOTED = Fingerprint(1, VALUES, 4.0)
+
+
+def other(digest: int = 2, values: object = VALUES, largest: float = 4.0) -> Fingerprint:
+    return Fingerprint(digest, np.asarray(values, dtype=np.float32), largest)
+
+
+def noted(*fingerprints: Fingerprint) -> NotedBlocks:
+    blocks = NotedBlocks()
+    for each in fingerprints:
+        blocks.note(0, b"key", each)
+    return blocks
+
+
+@pytest.mark.parametrize(
+    ("loaded", "outcome"),
+    [
+        (other(1), "match"),
+        (other(), "lossy"),  # one of the bytes that are not among the values
+        (other(values=VALUES * 1.05), "lossy"),
+        (other(values=VALUES + 0.05 * RNG.standard_normal(128)), "lossy"),
+        (other(values=np.where(np.arange(128) < 20, 9, VALUES)), "lossy"),
+        (other(values=np.where(np.arange(128) < 40, 0, VALUES)), "mismatch"),  # a third is empty
+        (other(values=RNG.standard_normal(128)), "mismatch"),
+        (other(values=0 * VALUES, largest=0), "mismatch"),
+        (other(largest=9.0), "mismatch"),
+        (other(largest=math.inf), "mismatch"),
+        (other(largest=math.nan), "mismatch"),
+        (other(values=np.full(128, math.nan)), "mismatch"),
+    ],
+)
+def test_an_outcome_says_how_far_a_loaded_block_is(loaded: Fingerprint, outcome: str) -> None:
+    assert noted(NOTED).compare(0, b"key", loaded) == outcome
+
+
+def test_empty_blocks_are_near_each_other() -> None:
+    empty = other(values=0 * VALUES, largest=0)
+    assert noted(empty).compare(0, b"key", empty._replace(digest=9)) == "lossy"
+
+
+def test_only_the_same_content_of_the_same_group_is_compared() -> None:
+    assert noted(NOTED).compare(1, b"key", NOTED) == "unknown"
+    assert noted(NOTED).compare(0, b"other", NOTED) == "unknown"
+
+
+def test_variants_match_each_and_the_oldest_is_forgotten() -> None:
+    variants = [other(digest) for digest in range(VARIANTS_AT_MOST + 1)]
+    blocks = noted(*variants, *variants[-2:])
+    assert [blocks.compare(0, b"key", each) for each in variants] == ["lossy", *["match"] * VARIANTS_AT_MOST]
+
+
+def test_the_block_that_was_not_noted_for_longest_is_forgotten() -> None:
+    blocks = NotedBlocks(2)
+    for key in (b"a", b"b", b"a", b"c"):
+        blocks.note(0, key, NOTED)
+    assert len(blocks) == 2
+    assert [blocks.compare(0, key, NOTED) for key in (b"a", b"b", b"c")] == ["match", "unknown", "match"]

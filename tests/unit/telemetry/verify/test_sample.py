@@ -1,0 +1,164 @@
+"""Sampled blocks of prompts, as vLLM's own scheduler computes, loads and preempts them."""
+
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvobs.state.cache_layout import CacheLayout
+from kvobs.telemetry.verify.sample import KEY_BYTES, Block, BlockSample, LoadedBlocks, VerifyOrders
+from kvobs.testing import BLOCK, Rig, Script
+
+PROMPT = list(range(5 * BLOCK + 3))
+
+
+class Watched(Rig):
+    """A rig that keeps the orders of each step."""
+
+    def __init__(self, *scripts: Script, share: float | None = 1.0, budget: int | None = None, **more: Any) -> None:
+        self.orders: list[VerifyOrders] = []
+        super().__init__("kvobs", *scripts, kvobs={"verify": {"share": share}}, **more)
+        if budget is not None:
+            self.scheduler.max_num_scheduled_tokens = budget
+
+    def _work(self, worker: Any, scheduled: Any, samples: dict[str, list[int]]) -> Any:
+        note = scheduled.kv_connector_metadata.note
+        if note is not None and note.verify is not None:
+            self.orders.append(note.verify)
+        return super()._work(worker, scheduled, samples)
+
+    @property
+    def noted(self) -> list[list[int]]:
+        """Return the numbers of the noted blocks in their prompts, by step."""
+        return [[block.position // BLOCK for block in orders.noted] for orders in self.orders if orders.noted]
+
+    @property
+    def loads(self) -> list[LoadedBlocks]:
+        return [load for orders in self.orders for load in orders.loads]
+
+
+def ids_of(rig: Rig, request_id: str) -> list[int]:
+    (ids,) = rig.scheduler.kv_cache_manager.get_block_ids(request_id)
+    return list(ids)
+
+
+def test_full_blocks_of_a_prompt_are_noted_in_the_step_that_computes_them() -> None:
+    rig = Watched(Script("one"))
+    request = rig.add("a", PROMPT, 3 * BLOCK)  # the blocks of its answer become full, too
+    rig.step()
+    ids = ids_of(rig, "a")
+    rig.run(3 * BLOCK)
+    keys = [bytes(key)[:KEY_BYTES] for key in request.block_hashes]
+    assert [orders.noted for orders in rig.orders] == [tuple(Block(keys[i], 0, ids[i], i * BLOCK) for i in range(5))]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_prompt_that_is_computed_in_chunks_is_noted_in_each(lag: int) -> None:
+    rig = Watched(Script("one"), budget=2 * BLOCK + 1, lag=lag)
+    rig.add("a", PROMPT, 2)
+    rig.run(6)
+    assert rig.noted == [[0, 1], [2, 3], [4]]
+
+
+def test_blocks_that_are_in_vllms_cache_or_loaded_are_not_noted() -> None:
+    script = Script("one", {"c": (2 * BLOCK, False)})
+    rig = Watched(script)
+    rig.add("a", PROMPT, 2)
+    rig.run(4)
+    rig.add("b", PROMPT + PROMPT, 2)
+    rig.run(4)
+    rig.add("c", [7, *PROMPT], 2)
+    rig.run(4)
+    assert rig.noted == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [2, 3, 4]]
+
+
+def test_a_prompt_that_is_computed_again_after_a_preemption_is_noted_again() -> None:
+    rig = Watched(Script("one"))
+    rig.add("a", PROMPT, 20)
+    rig.run(3)
+    rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.run(4)
+    assert rig.noted == [[0, 1, 2, 3, 4]] * 2
+    assert [block.id for block in rig.orders[-1].noted] == ids_of(rig, "a")[:5]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_blocks_of_a_load_are_those_that_it_fills_wholly(is_async: bool) -> None:
+    rig = Watched(Script("one"), script := Script("two", {"a": (3 * BLOCK + 2, is_async)}))
+    rig.add("a", PROMPT, 9)
+    rig.step()
+    ids = ids_of(rig, "a")
+    script.say(0, received="a" if is_async else "")
+    rig.run(4)
+    (load,) = rig.loads
+    assert (load.child, load.request, load.is_async) == (1, "a", is_async)
+    assert [(block.id, block.position // BLOCK) for block in load.blocks] == list(zip(ids[:3], range(3), strict=True))
+    assert rig.noted == [[4]]  # the fourth is partly loaded
+
+
+@pytest.mark.parametrize(("share", "is_on"), [(None, False), (1e-18, False)])
+def test_without_a_share_nothing_is_ordered(share: float | None, is_on: bool) -> None:
+    rig = Watched(Script("one", {"a": (3 * BLOCK, False)}), share=share)
+    rig.add("a", PROMPT, 2)
+    rig.run(4)
+    assert bool(rig.orders) is is_on
+
+
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    rig = Watched(Script("one", {"a": (3 * BLOCK, False)}), budget=BLOCK)
+    for name in ("a", "b"):
+        rig.add(name, PROMPT, 2)
+    rig.run(2)
+    rig.abort("b")
+    rig.run(20)
+    sample = rig.connector._telemetry._sample
+    assert (sample._prompts, sample._unfilled, sample._loads) == ({}, {}, [])
+
+
+def hashes(count: int, salt: int = 0) -> list[bytes]:
+    return [hashlib.sha256(f"{salt} {i}".encode()).digest() for i in range(count)]
+
+
+@given(st.sampled_from([0.01, 0.1, 0.5]), st.integers(0, 9))
+def test_a_share_of_all_blocks_is_sampled_the_same_everywhere(share: float, salt: int) -> None:
+    keys = hashes(2000, salt)
+    sampled = [_sampled(share, keys), _sampled(share, keys)]
+    assert sampled[0] == sampled[1] < _sampled(2 * share, keys) or share == 0.5
+    assert abs(len(sampled[0]) - 2000 * share) < 5 * (2000 * share) ** 0.5
+
+
+def _sampled(share: float, keys: list[bytes]) -> set[bytes]:
+    sample = BlockSample(share, CacheLayout((16,)), 16)
+    sample.allocated(_request(16 * len(keys), keys), None, None, 0)  # type: ignore[arg-type]
+    return {key for _, key in sample._prompts["a"].ends}
+
+
+def _request(tokens: int, keys: list[bytes]) -> Any:
+    return SimpleNamespace(request_id="a", num_prompt_tokens=tokens, block_hashes=keys)
+
+
+def _load(blocks: Any, local: int, tokens: int) -> Any:
+    return SimpleNamespace(child=0, is_async=True, blocks=blocks, local_tokens=local, tokens=tokens)
+
+
+def test_groups_have_blocks_of_their_sizes_and_a_window_has_only_its_last() -> None:
+    keys = hashes(8)
+    sample = BlockSample(1, CacheLayout((16, 32, 0)), 16)
+    sample.allocated(_request(130, keys), None, None, 0)  # type: ignore[arg-type]
+    sample.admitted("a", _load(((11, 12, 13, 14, 15), (22,), (3,)), 32, 80))
+    output: Any = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNamespace(**NOTHING))
+    orders = sample.orders_of(output)
+    assert orders is not None
+    whole = [Block(keys[i][:8], 0, 9 + i, 16 * i) for i in range(2, 7)]
+    # Of the window's blocks of 32 tokens the load ends within the one from token 96 on.
+    assert list(orders.loads[0].blocks) == whole
+    sample.admitted("a", _load(((), (21, 22)), 0, 128))
+    orders = sample.orders_of(output)
+    assert orders is not None
+    assert list(orders.loads[0].blocks) == [Block(keys[5][:8], 1, 21, 64), Block(keys[7][:8], 1, 22, 96)]
+
+
+NOTHING: dict[str, Any] = {"req_ids": [], "new_block_ids": [], "num_computed_tokens": [], "resumed_req_ids": set()}

@@ -1,0 +1,160 @@
+"""Loads that are received, failed, or ended elsewhere, and what is counted and said of their blocks."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from kvobs.probe.recorder import Recorder
+from kvobs.schema import signals
+from kvobs.state.transfers import ReportKind
+from kvobs.telemetry.verify import verifier
+from kvobs.telemetry.verify.fingerprints import Fingerprints
+from kvobs.telemetry.verify.sample import Block, LoadedBlocks, VerifyOrders
+from kvobs.telemetry.verify.verifier import OPEN_AT_MOST, Verifier
+from tests.support.layers import layers_of, random_cache
+
+ENDED = (ReportKind.FAILED, ReportKind.SPOILED, ReportKind.HOLED, ReportKind.SYNC_FAILED)
+
+
+class Rank:
+    """One rank with a cache of one layer, in which block 9 was computed, and noted."""
+
+    def __init__(self) -> None:
+        self.cache = random_cache()
+        self.recorder = Recorder(2)
+        self.verifier = Verifier(["one", "two"], 3, self.recorder, Fingerprints(layers_of(self.cache), reads_all=True))
+        self.step(noted=[block(9)])
+
+    def step(self, *loads: LoadedBlocks, noted: Any = (), reports: Any = ()) -> None:
+        self.verifier.step_begun(VerifyOrders(tuple(noted), loads) if loads or noted else None)
+        for report in reports:
+            self.verifier.reported(*report)
+        self.verifier.step_ended()
+
+    def counted(self, child: int = 0) -> dict[str, int]:
+        found = {}
+        for outcome in signals.VERIFIED_BLOCKS.labels["outcome"]:
+            slot = signals.place(child, signals.slot(signals.VERIFIED_BLOCKS, outcome))
+            if n := self.recorder.words[self.recorder._first + slot]:
+                found[outcome] = int(n)
+        return found
+
+
+def block(number: int, key: bytes = b"computed", group: int = 0) -> Block:
+    return Block(key, group, number, 16 * number)
+
+
+def load(*numbers: int, request: str = "a", is_async: bool = True, key: bytes = b"computed") -> LoadedBlocks:
+    return LoadedBlocks(0, request, is_async, tuple(block(number, key) for number in numbers))
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+def test_an_asynchronous_load_is_compared_when_it_is_received(rank: Rank) -> None:
+    rank.cache[5] = rank.cache[9]
+    rank.step(load(5))
+    assert rank.counted() == {}
+    rank.step(reports=[(0, ReportKind.RECEIVED, ["a", "another"])])
+    assert rank.counted() == {"match": 1}
+    rank.step(reports=[(0, ReportKind.RECEIVED, ["a"])])
+    assert rank.counted() == {"match": 1}
+
+
+def test_another_load_is_compared_after_its_step(rank: Rank) -> None:
+    rank.cache[5] = rank.cache[9]
+    rank.step(load(5, is_async=False), reports=[(0, ReportKind.SYNC_DONE, ["a"])])
+    assert rank.counted() == {"match": 1}
+
+
+@pytest.mark.parametrize("kind", ENDED)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_failed_load_is_not_compared(rank: Rank, kind: ReportKind, is_async: bool) -> None:
+    reports = [(0, ReportKind.RECEIVED, ["a"]), (0, kind, ["a"])]
+    rank.step(load(5, is_async=is_async), reports=reports)
+    rank.step(reports=[(None, ReportKind.RECEIVED, ["a"])])
+    assert rank.counted() == {}
+
+
+def test_a_load_that_the_schedulers_side_received_is_compared_before_the_next_forward(rank: Rank) -> None:
+    rank.cache[5] = rank.cache[9]
+    rank.step(load(5))
+    rank.verifier.reported(None, ReportKind.RECEIVED, ["a"])
+    rank.verifier.step_begun(None)
+    rank.cache[5] = 0
+    rank.verifier.step_ended()
+    assert rank.counted() == {"match": 1}
+
+
+def test_a_report_of_a_connector_that_does_not_load_the_request_changes_nothing(rank: Rank) -> None:
+    rank.cache[5] = rank.cache[9]
+    rank.step(load(5), reports=[(1, ReportKind.RECEIVED, ["a"]), (0, ReportKind.SAVED, ["a"])])
+    assert rank.counted() == {}
+    rank.step(reports=[(0, ReportKind.RECEIVED, ["a"])])
+    assert rank.counted() == {"match": 1}
+
+
+def test_blocks_that_were_not_noted_or_can_not_be_read_are_unknown(rank: Rank) -> None:
+    rank.step(LoadedBlocks(0, "a", False, (block(5, b"elsewhere"), block(5, group=1))))
+    rank.step(LoadedBlocks(1, "b", False, (block(5, group=1),)))
+    assert (rank.counted(0), rank.counted(1)) == ({"unknown": 2}, {"unknown": 1})
+
+
+def test_wrong_blocks_are_logged_with_connector_rank_request_and_position(
+    rank: Rank, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [10**18]
+    monkeypatch.setattr(verifier, "wall_ns", lambda: now[0])
+    rank.cache[8] = rank.cache[9]
+    for _ in range(3):
+        rank.step(load(8, 7, 6, request="bad\n", is_async=False))
+    now[0] += verifier.SILENT_NS
+    rank.step(load(5, request="later", is_async=False))
+    assert rank.counted() == {"match": 3, "mismatch": 7}
+    assert rank.recorder._opened == {(signals.CORRUPT_BLOCKS.name, 0, "3"): 7}
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (
+            logging.ERROR,
+            "connector 'one' loaded wrong bytes on rank 3: 2 of 3 verified blocks of request bad\\n are not those that "
+            "were computed for their tokens, the first at token 96. Its answer may be wrong; see docs/verify.md",
+        ),
+        (
+            logging.ERROR,
+            "connector 'one' loaded wrong bytes on rank 3: 1 of 1 verified blocks of request later are not those that "
+            "were computed for their tokens, the first at token 80. Its answer may be wrong; see docs/verify.md",
+        ),
+    ]
+
+
+def test_near_blocks_are_logged_once(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rank.cache[5] = rank.cache[9] * 1.02
+    for _ in range(2):
+        rank.step(load(5, is_async=False))
+    assert rank.counted() == {"lossy": 2}
+    assert len(caplog.records) == 1
+
+
+def test_results_that_the_device_has_not_computed_are_read_in_a_later_step(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = [False]
+    take = rank.verifier._fingerprints.take
+    monkeypatch.setattr(
+        rank.verifier._fingerprints, "take", lambda blocks: take(blocks)._replace(is_ready=lambda: ready[0])
+    )
+    rank.cache[5] = rank.cache[9]
+    rank.step(load(5, is_async=False))
+    assert rank.counted() == {}
+    ready[0] = True
+    rank.step()
+    assert rank.counted() == {"match": 1}
+
+
+def test_loads_that_nobody_reports_do_not_pile_up(rank: Rank) -> None:
+    for number in range(OPEN_AT_MOST + 10):
+        rank.step(load(5, request=str(number)))
+    assert len(rank.verifier._open) == OPEN_AT_MOST
