@@ -7,6 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.kv_offload import base
+
+from kvobs.demo.host_offload import HostOffloadingSpec, HostWorker
 from tests.engine.children_stats import IdleChild
 from tests.support.watched import FAULTS
 
@@ -42,3 +45,28 @@ class FaultyChild(IdleChild):
 
     def wait_for_save(self) -> None:
         self._pass("wait_for_save")
+
+
+class ShiftingSpec(HostOffloadingSpec):
+    """The demo's host memory, of which rank 1 loads the wrong blocks while there is the file ``trigger``."""
+
+    def get_worker(self, kv_caches: base.CanonicalKVCaches) -> base.OffloadingWorker:
+        worker = super().get_worker(kv_caches)
+        if self.config.parallel.rank == 1:
+            worker.__class__, worker.trigger = ShiftingWorker, Path(self.extra_config["trigger"])
+        return worker
+
+
+class ShiftingWorker(HostWorker):
+    """Loads the next blocks of its memory."""
+
+    trigger: Path
+
+    def copy(self, job_id: int, engine_spec: Any, host_spec: Any, *, store: bool) -> bool:
+        if store or not self.trigger.exists():
+            return super().copy(job_id, engine_spec, host_spec, store=store)
+        right, self.host = self.host, [host.roll(-1, 0) for host in self.host]
+        try:
+            return super().copy(job_id, engine_spec, host_spec, store=store)
+        finally:
+            self.host = right

@@ -189,4 +189,13 @@ AFTER_A_RESTART: dict[Incident, dict[str, Any]] = {
     SYNC_AGAIN: ORDERS[SYNC],
     NOT_RESUMED: {},
 }
-INCIDENTS = {each.title: each for each in (*FAULTY, LMCACHE, *ORDERS, *AFTER_A_RESTART, *PAUSES)}
+CORRUPT = Incident(
+    "rank 1 of 2 loads other requests' blocks",
+    log=r"connector 'remote' loaded wrong bytes on rank 1: \d+ of \d+ verified blocks of request",
+    top="^  (Corrupt)",
+    check=r"connector remote loaded \d+ blocks with wrong bytes",
+    overview="^remote: (Corrupt)",
+    alert="KvobsCorruptLoads",
+    within_s=STOPS_S,
+)
+INCIDENTS = {each.title: each for each in (*FAULTY, LMCACHE, *ORDERS, *AFTER_A_RESTART, CORRUPT, *PAUSES)}

@@ -40,7 +40,9 @@ class Engines:
         record(recorder)
         taken = recorder.take()
         at = {place(child, slot(signal, *values)): value for (child, signal, *values), value in (gauges or {}).items()}
-        self.front.metrics.observe({"kvobs": own(taken.counts, dict.fromkeys(self.names, "m:C"), at, opened)}, engine)
+        self.front.metrics.observe(
+            {"kvobs": own(taken.counts, dict.fromkeys(self.names, "m:C"), at, [*taken.opened, *(opened or [])])}, engine
+        )
 
     @property
     def text(self) -> str:
@@ -120,7 +122,8 @@ def exporting(
     at = {place(child, slot(signal, *values)): value for (child, signal, *values), value in gauges.items()}
     connectors = tuple(ConnectorInfo(name, "C", "kv_both") for name in names)
     totals = Totals(EngineInfo(1, 1, "tiny", 0, connectors, "first", "fail", "0.32.0", host="127.0.0.1", port=None))
-    totals.add(Increments(recorder.take().counts, opened, at))
+    taken = recorder.take()
+    totals.add(Increments(taken.counts, [*taken.opened, *opened], at))
     totals.set_own(ENGINE_UP, 1)
     with closing(Server("127.0.0.1", 0, Exposition(totals, lambda: None).text, lambda: (True, {}))) as server:
         yield f"127.0.0.1:{server.port}"

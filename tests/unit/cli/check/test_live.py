@@ -17,7 +17,15 @@ from kvobs.cli.check.live import look, shipped_rules
 from kvobs.cli.top.scrapes import NO_METRICS
 from kvobs.cli.web import Page
 from kvobs.probe.recorder import Recorder
-from kvobs.schema.signals import INTERNAL_ERRORS, LOAD_DURATION, LOADS, OLDEST_IN_FLIGHT, QUARANTINED, slot
+from kvobs.schema.signals import (
+    CORRUPT_BLOCKS,
+    INTERNAL_ERRORS,
+    LOAD_DURATION,
+    LOADS,
+    OLDEST_IN_FLIGHT,
+    QUARANTINED,
+    slot,
+)
 from tests.engine.prometheus import scraping
 from tests.engine.serving import eventually
 from tests.support.top_engines import Engines, answering, count, exporting, serving
@@ -94,6 +102,11 @@ def failing(recorder: Recorder) -> None:
         recorder.count(0, slot(LOADS, "async", outcome), n)
 
 
+def corrupt(recorder: Recorder) -> None:
+    for rank in "01":
+        recorder.count_open(0, CORRUPT_BLOCKS, rank)
+
+
 def slow(recorder: Recorder) -> None:
     recorder.observe(0, LOAD_DURATION, 3 * 10**9, "async")
 
@@ -102,6 +115,7 @@ def slow(recorder: Recorder) -> None:
     ("record", "gauges", "mistakes", "warnings"),
     [
         (lambda _: None, {(0, QUARANTINED): 1}, ["connector cpu is in quarantine: new requests do without it"], []),
+        (corrupt, {}, ["connector cpu loaded 2 blocks with wrong bytes since the engine's start"], []),
         (failing, {}, ["connector cpu fails: 25% of its loads and exceptions since the engine's start"], []),
         (slow, {}, [], ["connector cpu is slow: the p99 of its loads since the engine's start is 4.27 s"]),
     ],

@@ -137,6 +137,10 @@ def both(recorder: Recorder) -> None:
     computing(recorder)
 
 
+def corrupt(recorder: Recorder) -> None:
+    recorder.count_open(0, signals.CORRUPT_BLOCKS, "1")
+
+
 ASKED = {(0, signals.IN_FLIGHT, "lookup"): 1}
 STATES: list[tuple[Callable[[Recorder], None], dict[tuple[Any, ...], int], int, tuple[str, str]]] = [
     (lambda _: None, {}, 0, ("Idle", "configured")),
@@ -148,6 +152,7 @@ STATES: list[tuple[Callable[[Recorder], None], dict[tuple[Any, ...], int], int, 
     (computing, waiting("load"), 0, ("Hangs", "load")),
     (computing, waiting("resume"), 0, ("OK", "in_progress")),
     (lambda _: None, waiting("load") | {(0, signals.QUARANTINED): 1}, 0, ("Hangs", "load")),
+    (corrupt, {(0, signals.QUARANTINED): 1}, 0, ("Corrupt", "corrupt_blocks")),
     (called, {(0, signals.QUARANTINED): 1}, 0, ("Quarantined", "quarantined")),
     (lambda recorder: count(recorder, 0, signals.LOADS, 1, "sync", "failed"), {}, 0, ("Failing", "failing_share")),
     (lambda recorder: called(recorder, 200), ASKED, 0, ("Blocks steps", "scheduler_share")),
