@@ -15,7 +15,8 @@ def gains() -> Section:
         "Gain: time that loads save, time that requests wait for them",
         [
             (8, [(4, net_gain()), (10, _net()), (10, _saved())]),
-            (8, [(6, _slower()), (6, _lost()), (6, _decisions()), (6, _error())]),
+            (8, [(8, _slower()), (8, _lost()), (8, _tiers())]),
+            (8, [(12, _decisions()), (12, _error())]),
         ],
         collapsed=True,
     )
@@ -100,6 +101,23 @@ def _lost() -> Panel:
             "{{connector}} {{reason}}",
         ),
         unit="short",
+    )
+
+
+def _tiers() -> Panel:
+    return lines(
+        "Hit tokens by tier (tokens/s)",
+        About(
+            "Tokens per second that vLLM decided to load, by connector and by the tier that they were in: host memory, "
+            "disk, another machine (p2p), or unspecified.",
+            "A shift from host to disk: memory no longer holds what is asked for, and loads take longer.",
+            "Compare with the curve of the row Reuse: the size at which it rises is what memory should hold.",
+            "The connector says it: one that does not is unspecified. No data: vLLM before 0.33, or without its stat "
+            "logging.",
+        ),
+        Query(SELECTION.rate(signals.HIT_TOKENS, "connector", "source"), "{{connector}} {{source}}"),
+        unit="short",
+        stacked=True,
     )
 
 

@@ -131,7 +131,9 @@ class SchedulerSide:
         if choice is None:
             first = self.children[0].connector
             return KVConnectorBase_V1.get_external_cache_hit_sources(first, request, num_external_tokens)
-        return self.children[choice].get_external_cache_hit_sources(request, num_external_tokens)
+        sources = self.children[choice].get_external_cache_hit_sources(request, num_external_tokens)
+        self.observer.sourced(choice, num_external_tokens, sources)
+        return sources
 
     # The step
 

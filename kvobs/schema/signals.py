@@ -75,6 +75,12 @@ ADMITTED_TOKENS = Signal(
     "kvobs_admitted_tokens_total",
     "Tokens that vLLM decided to load from the connector; counted again after a preemption (tokens).",
 )
+HIT_TOKENS = Signal(
+    "kvobs_hit_tokens_total",
+    "Tokens that vLLM decided to load, by the tier that the connector has them in; unspecified: it does not say. Not "
+    "counted after a preemption, without vLLM's stat logging, and before vLLM 0.33 (tokens).",
+    {"source": ("host", "p2p", "disk", "unspecified")},
+)
 UNUSED_HIT_TOKENS = Signal(
     "kvobs_unused_hit_tokens_total",
     "Tokens offered and not loaded (tokens), by reason: other_chosen, beyond the chosen connector's offer; "
@@ -143,7 +149,7 @@ SAVES = Signal(
 SAVE_HOLD = Signal(
     "kvobs_save_hold_seconds",
     "Time from a request's end to the completion of its promised save, during which its blocks are held.",
-    bounds=_TRANSFER_BOUNDS,
+    bounds=(*_DELAY_BOUNDS, 34),
 )
 SAVE_STALL = Signal(
     "kvobs_save_stall_seconds", "Time a step spent in save_kv_layer and wait_for_save.", bounds=_STALL_BOUNDS

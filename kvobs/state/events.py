@@ -55,6 +55,9 @@ class Observer:
         ``owner``, if there is one, loads ``tokens``. After an asynchronous load vLLM allocates again, without offers.
         """
 
+    def sourced(self, child: int, tokens: int, sources: Mapping[str, int]) -> None:
+        """Receive the tiers, by vLLM's names, of an allocated load's tokens, unless the request was preempted."""
+
     def lapsed(self, offers: Sequence[Offer]) -> None:
         """Receive the offers of a request that has ended before its allocation."""
 

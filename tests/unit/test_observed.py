@@ -21,6 +21,7 @@ from kvobs.connectors.specs import STATED_BYTES
 from kvobs.probe.pauses import OF_PROCESS
 from kvobs.schema.signals import SIGNALS, Scope, Signal
 from kvobs.testing import BLOCK, Rig, Script, entry_of
+from kvobs.vllm_api import versions
 from tests.support.observed import KV, NAMES, STEP_S, SYNC, Observed
 from tests.support.rig import assert_nothing_is_left, child_config
 
@@ -112,6 +113,8 @@ def test_offers(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
         ("kvobs_unused_offers_total", 0, 1),
     ):
         assert (engine.value(metric, "one"), engine.value(metric, "two")) == (one, two), metric
+    if versions.has_hook("get_external_cache_hit_sources"):
+        assert engine.series("kvobs_hit_tokens_total") == {("one", "unspecified"): BLOCK}
     lost = {key: n for key, n in engine.series("kvobs_unused_hit_tokens_total").items() if n}
     assert lost == {("two", "other_chosen"): 2 * BLOCK}
 

@@ -1,6 +1,6 @@
 """Count lookups by their outcome, and what became of the tokens that connectors offered."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
@@ -12,6 +12,8 @@ _OUTCOMES: dict[str, int] = {
 }
 _OFFERED = signals.slot(signals.OFFERED_TOKENS)
 _ADMITTED = signals.slot(signals.ADMITTED_TOKENS)
+*_, _UNSPECIFIED = signals.HIT_TOKENS.labels["source"]
+_SOURCES = {source: signals.slot(signals.HIT_TOKENS, source) for source in signals.HIT_TOKENS.labels["source"]}
 _UNUSED = {
     reason: signals.slot(signals.UNUSED_HIT_TOKENS, reason) for reason in signals.UNUSED_HIT_TOKENS.labels["reason"]
 }
@@ -50,6 +52,13 @@ class OfferCounts(Observer):
                 reason = "below_minimum" if offer.tokens < self._minimum[offer.child] else lost
                 count(offer.child, _UNUSED_OFFERS)
                 count(offer.child, _UNUSED[reason], max(0, offer.tokens - won))
+
+    def sourced(self, child: int, tokens: int, sources: Mapping[str, int]) -> None:
+        """Count tokens by tier; as in vLLM, numbers that do not add up say nothing."""
+        if sum(sources.values()) != tokens:
+            sources = {_UNSPECIFIED: tokens}
+        for source, n in sources.items():
+            self._recorder.count(child, _SOURCES.get(source, _SOURCES[_UNSPECIFIED]), n)
 
     def lapsed(self, offers: Sequence[Offer]) -> None:
         for offer in offers:

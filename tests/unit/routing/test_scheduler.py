@@ -9,10 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from kvobs import faults
+from kvobs.probe.recorder import Recorder
+from kvobs.schema import signals
 from kvobs.state.events import EVENTS, Observer
 from kvobs.state.transfers import Report, ReportKind
+from kvobs.telemetry.transfers.offers import OfferCounts
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_nothing_is_left, started
+from kvobs.vllm_api import versions
+from tests.support.probes import counts
+from tests.support.rig import assert_nothing_is_left, counted, started
 
 LIVE = ("async", "sync", "saved", "plain")
 times = st.sampled_from([0, 1, -1, -(2**63), 2**63 - 1]) | st.integers(-(2**63), 2**63 - 1)
@@ -79,6 +84,42 @@ def test_where_a_hit_comes_from_says_the_child_that_loads_it(monkeypatch: pytest
         rig.step()
 
 
+def hit_tokens(rig: Rig, child: int) -> dict[str, int]:
+    sources = signals.HIT_TOKENS.labels["source"]
+    return {name: n for name in sources if (n := counted(rig, signals.HIT_TOKENS.name, child, name))}
+
+
+@pytest.mark.skipif(not versions.has_hook("get_external_cache_hit_sources"), reason="since vLLM 0.33")
+@pytest.mark.parametrize("is_async", [True, False])
+def test_the_tiers_of_a_load_are_counted_once_by_the_connector_that_loads(
+    is_async: bool, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when an async load has ended, nor after a preemption."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    b.offers["r"] = (2 * BLOCK, is_async)
+    rig = Rig("kvobs", a, b)
+    tiers = {CacheHitSource.HOST: 20, CacheHitSource.DISK: 12}
+    monkeypatch.setattr(rig.connector._side.children[1], "get_external_cache_hit_sources", lambda *_: tiers)
+    rig.add("r", max_tokens=9)
+    rig.run(2)
+    b.say(0, received="r")
+    rig.run(3)
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.run(3)
+    assert (hit_tokens(rig, 0), hit_tokens(rig, 1)) == ({}, {"host": 20, "disk": 12})
+    assert counted(rig, "kvobs_admitted_tokens_total", 1) == 4 * BLOCK
+
+
+@pytest.mark.parametrize(
+    "tiers", [{}, {"host": 31}, {"external_unspecified": 32}, {"new tier": 32}, {"new tier": 30, "host": 3}]
+)
+def test_tiers_that_nobody_knows_or_that_do_not_add_up_are_unspecified(tiers: dict[str, int]) -> None:
+    recorder = Recorder(1)
+    OfferCounts(recorder, [1]).sourced(0, 32, tiers)
+    assert counts(recorder) == {signals.place(0, signals.slot(signals.HIT_TOKENS, "unspecified")): 32}
+
+
 def test_the_end_of_a_request_that_nobody_saves_makes_no_orders(a: Script) -> None:
     """They would be pickled for every worker."""
     rig = started("kvobs", a, max_tokens=1)
@@ -95,7 +136,7 @@ class Announced(Observer):
     def __init__(self, *scripts: Script, **more: Any) -> None:
         self.rig = rig = Rig("kvobs", *scripts, **more)
         self.events: dict[Any, list[tuple[Any, ...]]] = {}
-        for event in set(EVENTS) - {"answered", "waited", "reused"}:
+        for event in set(EVENTS) - {"answered", "waited", "reused", "sourced"}:
             setattr(self, event, partial(self._note, event))
         rig.connector._side.observer = rig.connector._side.completions.observer = self
 
