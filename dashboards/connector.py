@@ -81,7 +81,8 @@ def _lookups() -> Panel:
         "Lookups by outcome (requests/s)",
         About(
             "Lookups per second by outcome; an outcome is counted once per request.",
-            "pending: the answer was 'not yet'. timeout: not waited for any longer after lookup_timeout_ms.",
+            "pending: the answer was 'not yet'. timeout: not waited for any longer after lookup_timeout_ms. not_read: "
+            "vLLM asks and ignores the answer, as for prompt_logprobs and pooling; no hit share has these.",
             "Many misses: check whether its cache fits the traffic. Many pending: see the lookup delay below.",
             "A request that was pending and then a hit counts in both.",
         ),

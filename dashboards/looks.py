@@ -16,6 +16,7 @@ BY_OUTCOME = {
     "miss": "#8A8A8A",
     "pending": "#56B4E9",
     "timeout": "#E69F00",
+    "not_read": "#CC79A7",
     "aborted": "#E69F00",
     "abandoned": "#D55E00",
     "failed": "#D55E00",
@@ -55,7 +56,11 @@ NET_GAIN = thresholds((0, GOOD), first=WARNING)
 ANY_IS_BAD = thresholds((1e-9, BAD))
 ANY_IS_WARNING = thresholds((1e-9, WARNING))
 
-_OF_STATES = {verdicts.IDLE.name: IDLE, verdicts.WELL.name: GOOD, verdicts.SLOW.name: WARNING}
+_OF_STATES = {
+    verdicts.IDLE.name: IDLE,
+    verdicts.WELL.name: GOOD,
+    verdicts.SLOW.name: WARNING,
+}
 VERDICTS = {i: (state.name, _OF_STATES.get(state.name, BAD)) for i, state in enumerate(reversed(verdicts.STATES))}
 """States by their number: the worst has the greatest."""
 

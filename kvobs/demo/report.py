@@ -99,7 +99,7 @@ def table(rows: Sequence[ConnectorTotals]) -> Table:
     return out
 
 
-OUTCOME_TITLES = {"hit": "hits", "miss": "misses", "pending": "not\nyet", "timeout": "timed\nout"}
+OUTCOME_TITLES = dict(zip(OUTCOMES, ("hits", "misses", "not\nyet", "timed\nout", "not\nread"), strict=True))
 
 LEGEND = (
     "lookups  requests that the connector has answered\n"

@@ -19,6 +19,7 @@ from kvobs.routing.policies import LoadPolicy
 from kvobs.state.events import Observer, Outcome
 from kvobs.state.offers import NO_RESULT, NOTHING, LookupResult, Offer
 from kvobs.state.transfers import InProgress
+from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -51,6 +52,7 @@ class _Asked:
     banned: set[int] = field(default_factory=set)  # children whose load of this request has failed, until it runs
     announced: set[tuple[int, Outcome]] = field(default_factory=set)  # of each connector each outcome once
     had_offers: bool = False  # at an allocation
+    is_read: bool = True
 
 
 @lru_cache(1024)
@@ -90,6 +92,7 @@ class Offers:
         self._async_only = async_only
         self._policy = policy
         self._compares = options.compares_answers
+        self._may_be_ignored = versions.ignores_answers()
         self._minimum = [options.min_tokens.get(child.name, 1) for child in children]
         self._waits_for_all = options.wait_for == "all"
         self._timeout_ns = None if options.lookup_timeout_ms is None else options.lookup_timeout_ms * 1e6
@@ -127,6 +130,7 @@ class Offers:
         if answers == self._waiting.get(request_id):
             return None
         asked = self._asked[request_id]
+        asked.is_read = not (self._may_be_ignored and request.skip_reading_prefix_cache)
         self._announce_answers(request_id, asked, answers)
         if _WAITED_FOR in answers:
             asked.last = NO_RESULT
@@ -156,7 +160,10 @@ class Offers:
     def _announce_answers(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> None:
         """Announce the answers, and note whom the request waits for."""
         for child, answer in enumerate(answers):
-            if answer is _WAITED_FOR or answer is _LEFT_OPEN:
+            if not asked.is_read:  # vLLM does not wait for the answer either
+                if answer is not _NOT_ASKED:
+                    self._announce(asked, child, "not_read")
+            elif answer is _WAITED_FOR or answer is _LEFT_OPEN:
                 began_ns = asked.pending_since.setdefault(child, wall_ns())
                 self._announce(asked, child, "pending")
                 if answer is _WAITED_FOR:
@@ -182,7 +189,7 @@ class Offers:
 
     def _announce(self, asked: _Asked, child: int, outcome: Outcome) -> None:
         """Announce an outcome of a request's lookups once; repeated lookups appear in the calls."""
-        if (child, outcome) not in asked.announced:
+        if asked.announced.isdisjoint({(child, outcome), (child, "not_read")}):
             asked.announced.add((child, outcome))
             self._observer.answered(child, outcome)
 
@@ -224,6 +231,8 @@ class Offers:
         if asked is None:
             return NO_RESULT
         result, asked.last = asked.last, LookupResult(local=asked.last.local)
+        if not asked.is_read:
+            return result._replace(offers=(), decision=None, is_read=False)
         if not asked.had_offers and any(offer.tokens for offer in result.offers):
             asked.had_offers = True
             return result._replace(is_first=True)
@@ -249,7 +258,7 @@ class Offers:
         self._waiting.pop(request_id, None)
         for child in asked.pending_since:
             self._waited_for[child].end(request_id)
-        if asked.last.offers and not asked.had_offers:
+        if asked.last.offers and not asked.had_offers and asked.is_read:
             self._observer.lapsed(asked.last.offers)
 
 

@@ -60,8 +60,9 @@ SLOW_CALLS = Signal(
 )
 LOOKUPS = Signal(
     "kvobs_lookups_total",
-    "Lookups by outcome, each once per request, however often vLLM repeats the lookup; late answers are counted, too.",
-    {"outcome": ("hit", "miss", "pending", "timeout")},
+    "Lookups by outcome, each once per request, however often vLLM repeats the lookup; late answers are counted, too. "
+    "not_read: vLLM asks and ignores the answer, as for prompt_logprobs and pooling.",
+    {"outcome": ("hit", "miss", "pending", "timeout", "not_read")},
 )
 LOOKUP_DELAY = Signal(
     "kvobs_lookup_delay_seconds",

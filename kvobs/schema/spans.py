@@ -40,7 +40,7 @@ OFFERED = _attribute(
     "kv_transfer.offered_tokens",
     "tokens offered: one attribute for each connector that answered, with its name after a dot",
 )
-OUTCOME = _attribute("kv_transfer.outcome", "hit or miss; ok, failed or aborted")
+OUTCOME = _attribute("kv_transfer.outcome", "hit, miss or not_read; ok, failed or aborted")
 RANK = _attribute("kv_transfer.rank", "the worker's rank in its engine")
 RANK_SKEW = _attribute("kv_transfer.rank_skew", "seconds by which the slowest rank took longer than the quickest")
 REASON = _attribute("kv_transfer.sampling.reason", "why the span exists: parent, level, slow or error")

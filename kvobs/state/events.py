@@ -16,7 +16,7 @@ from kvobs.state.transfers import Gain, Load, ReportKind, Save, Stray
 
 Params = dict[str, Any]
 """vLLM's ``kv_transfer_params``."""
-Outcome = Literal["hit", "miss", "pending", "timeout"]
+Outcome = Literal["hit", "miss", "pending", "timeout", "not_read"]
 
 
 class ObservedRequest(Protocol):

@@ -40,6 +40,7 @@ class LookupResult(NamedTuple):
     left_open: Sequence[int] = ()  # connectors for which the lookup did not wait
     chosen: int = NOBODY  # the connector whose offer it chose
     is_first: bool = False  # no allocation of this request before had an offer
+    is_read: bool = True  # False: vLLM ignores what the connectors answer about this request
 
 
 NO_RESULT = LookupResult()

@@ -40,6 +40,13 @@ def sleep_mode_hook(connector_class: Any) -> Callable[..., bool] | None:
     return getattr(connector_class, "supports_sleep_mode", None)
 
 
+def ignores_answers() -> bool:
+    """Return whether vLLM asks about requests that read no cache, and ignores the answers, as 0.33; 0.30 loads."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return "skip_reading_prefix_cache" in Scheduler.schedule.__code__.co_names
+
+
 # Results of a worker's transfers
 
 RESULT_FIELDS = frozenset({"finished_sending", "finished_recving", "failed_recving"})

@@ -55,7 +55,7 @@ def totals(rows: Iterable[str], times: str) -> list[report.ConnectorTotals]:
         name = row.split()[0]
         _, hits, misses, offered, loaded, loads, unused = numbers(row)
         load_ms, wait_ms = numbers(next(part for part in re.split("[:;]", times) if part.split()[0] == name))
-        by_outcome = {"hit": hits, "miss": misses, "pending": 0, "timeout": 0}
+        by_outcome = dict.fromkeys(report.OUTCOMES, 0) | {"hit": hits, "miss": misses}
         by_end = {"ok": loads, "failed": 0, "aborted": 0}
         seconds = load_ms * loads / 1e3, wait_ms / 1e3
         made.append(report.ConnectorTotals(name, by_outcome, offered, unused, by_end, loaded, *seconds))

@@ -110,7 +110,7 @@ class RequestSpans:
         attributes: dict[str, Value] = {self._offered[offer.child]: offer.tokens for offer in lookup.offers}
         attributes |= {spans.LOOKUPS: lookups, spans.LOCAL_TOKENS: lookup.local, spans.OUTCOME: outcome}
         attributes[spans.PROMPT_TOKENS] = trace.prompt_tokens
-        if outcome != "aborted" and trace.prompt_tokens:
+        if outcome in {"hit", "miss"} and trace.prompt_tokens:
             attributes[spans.HIT_RATE] = min(1.0, (lookup.local + tokens) / trace.prompt_tokens)
         if (decision := lookup.decision) is not None:
             attributes[spans.DECISION] = decision.reason

@@ -131,7 +131,8 @@ class Traces(Observer):
         """Write the span of the lookups that have ended."""
         trace = self._traces.get(request.request_id)
         if trace is not None and trace.lookups:
-            self._spans.looked_up(trace, "miss" if owner is None else "hit", lookup, owner=owner, tokens=tokens)
+            outcome = "hit" if owner is not None else "miss" if lookup.is_read else "not_read"
+            self._spans.looked_up(trace, outcome, lookup, owner=owner, tokens=tokens)
 
     def admitted(self, request_id: str, load: Load) -> None:
         if (opened := self._open(request_id)) is not None:

@@ -12,7 +12,6 @@ _OUTCOMES: dict[str, int] = {
 }
 _OFFERED = signals.slot(signals.OFFERED_TOKENS)
 _ADMITTED = signals.slot(signals.ADMITTED_TOKENS)
-*_, _UNSPECIFIED = signals.HIT_TOKENS.labels["source"]
 _SOURCES = {source: signals.slot(signals.HIT_TOKENS, source) for source in signals.HIT_TOKENS.labels["source"]}
 _UNUSED = {
     reason: signals.slot(signals.UNUSED_HIT_TOKENS, reason) for reason in signals.UNUSED_HIT_TOKENS.labels["reason"]
@@ -56,9 +55,9 @@ class OfferCounts(Observer):
     def sourced(self, child: int, tokens: int, sources: Mapping[str, int]) -> None:
         """Count tokens by tier; as in vLLM, numbers that do not add up say nothing."""
         if sum(sources.values()) != tokens:
-            sources = {_UNSPECIFIED: tokens}
+            sources = {"unspecified": tokens}
         for source, n in sources.items():
-            self._recorder.count(child, _SOURCES.get(source, _SOURCES[_UNSPECIFIED]), n)
+            self._recorder.count(child, _SOURCES.get(source, _SOURCES["unspecified"]), n)
 
     def lapsed(self, offers: Sequence[Offer]) -> None:
         for offer in offers:

@@ -46,8 +46,11 @@ class PromptReuse(Observer):
         self._live: dict[str, int] = {}  # request -> blocks of its prompt that were looked up
 
     def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
-        """Record a prompt at its first allocation."""
+        """Record a prompt at its first allocation; of one that reads no cache only that it was used, at its end."""
         if request.request_id in self._live or not self._block_size:
+            return
+        if not lookup.is_read:
+            self._live[request.request_id] = 0
             return
         # vLLM computes at least the last token.
         blocks = min((request.num_prompt_tokens - 1) // self._block_size, len(request.block_hashes))

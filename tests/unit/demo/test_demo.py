@@ -221,7 +221,7 @@ def test_the_report_counts_the_growth_of_each_child() -> None:
     """Over all engines and both modes, and nothing that was there before."""
     cpu, disk, other = report.totals_of(["cpu", "disk", "s3"], parse_metrics(BEFORE), parse_metrics(AFTER))
     assert cpu == report.ConnectorTotals(
-        "cpu", lookups={"hit": 15, "miss": 4, "pending": 0, "timeout": 0}, offered=4096, unused=0,
+        "cpu", lookups={"hit": 15, "miss": 4, "pending": 0, "timeout": 0, "not_read": 0}, offered=4096, unused=0,
         loads={"ok": 4, "failed": 0, "aborted": 2}, loaded=3968, load_s=0.08, waited_s=0.75,
     )  # fmt: skip
     assert cpu.load_ms == 20
@@ -255,6 +255,6 @@ def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
     assert next(line for line in text.splitlines() if "disk" in line).count("54,321") == 1
     assert "…" not in text
     assert all(word in text for word in ("yet", "failed"))
-    quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 1) | {"pending": 0, "timeout": 0}, 1, 0,
+    quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 0) | {"hit": 1, "miss": 1}, 1, 0,
                           dict.fromkeys(("ok", "failed", "aborted"), 0), 1, 0, 0)]  # fmt: skip
     assert not any(word in shown(quiet) for word in ("yet", "timed", "failed")), "columns that nobody needs"

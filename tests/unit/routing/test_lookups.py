@@ -22,12 +22,13 @@ from kvobs.state.offers import NO_RESULT, NOTHING, LookupResult, Offer
 from kvobs.state.transfers import InProgress
 from kvobs.telemetry.transfers.offers import OfferCounts
 from kvobs.testing import BLOCK, Rig, Script
+from kvobs.vllm_api import versions
 from tests.support.probes import counts
 from tests.support.rig import assert_gone_after, assert_nothing_is_left, counted, counts_of, started
 
 Answer = tuple[int | None, bool]
 ANSWERS: tuple[Answer, ...] = ((None, False), (0, False), (16, True), (16, False), (32, True))
-R = SimpleNamespace(request_id="r", num_tokens=100)
+R = SimpleNamespace(request_id="r", num_tokens=100, skip_reading_prefix_cache=False)
 
 
 class Clock:
@@ -355,11 +356,14 @@ def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for(answer
     )
     asker = Asker(answer, (16, True), isolation=isolation)
     assert asker.ask() == Offer(1, 16, True)
-    assert asker.offers.ask(SimpleNamespace(request_id="s"), 0) == (None if answer[0] is None else Offer(0, 32, True))
+    assert asker.offers.ask(SimpleNamespace(**vars(R) | {"request_id": "s"}), 0) == (
+        None if answer[0] is None else Offer(0, 32, True)
+    )
 
 
 # --- where an option says not to wait
 
+OUTCOMES = signals.LOOKUPS.labels["outcome"]
 KV = (2 * BLOCK, True)
 NOT_YET, MISS = (None, False), (0, False)
 
@@ -423,6 +427,27 @@ def test_a_lookup_answered_while_its_sibling_loads_is_closed_once(a: Script, b: 
     assert [counted(rig, "kvobs_lookups_total", 1, outcome) for outcome in ("pending", "hit", "miss")] == [1, 1, 0]
     assert all("r" not in shown.scheduled for shown in b.called("build_connector_meta"))
     assert "r" in frozenset().union(*(shown.finished for shown in b.called("build_connector_meta")))
+    assert_nothing_is_left(rig)
+
+
+@pytest.mark.skipif(not versions.ignores_answers(), reason="this vLLM loads what is offered")
+@pytest.mark.parametrize("options", [{}, {"wait_for": "earlier"}, {"load_policy": "fastest"}], ids=str)
+@pytest.mark.parametrize("answer", [KV, MISS, NOT_YET, [NOT_YET, KV]], ids=str)
+def test_an_answer_that_vllm_ignores_is_no_hit_no_offer_and_nobody_waits_for_it(
+    answer: Any, options: dict[str, Any], a: Script, b: Script
+) -> None:
+    """As that about prompt_logprobs: the request runs at once."""
+    a.offers["r"], b.offers["r"] = MISS, answer
+    rig = Rig("kvobs", a, b, kvobs=options)
+    rig.add("r", max_tokens=4).skip_reading_prefix_cache = True
+    rig.run(2)
+    assert rig.status("r") == "RUNNING"
+    assert not any(map(len, rig.connector._side.offers._waited_for))
+    rig.run(4)
+    for child in range(2):
+        found = {outcome: counted(rig, "kvobs_lookups_total", child, outcome) for outcome in OUTCOMES}
+        assert found == dict.fromkeys(OUTCOMES, 0) | {"not_read": 1}
+        assert counted(rig, "kvobs_offered_tokens_total", child) == 0
     assert_nothing_is_left(rig)
 
 

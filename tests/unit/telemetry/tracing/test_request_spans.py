@@ -79,7 +79,14 @@ def test_a_lookup_says_what_was_offered_and_how_it_ended() -> None:
 
 @pytest.mark.parametrize(
     ("outcome", "prompt_tokens", "local", "expected"),
-    [("miss", 100, 0, 0.0), ("miss", 64, 48, 0.75), ("hit", 64, 80, 1), ("aborted", 64, 0, None), ("miss", 0, 0, None)],
+    [
+        ("miss", 100, 0, 0.0),
+        ("miss", 64, 48, 0.75),
+        ("hit", 64, 80, 1),
+        ("aborted", 64, 0, None),
+        ("miss", 0, 0, None),
+        ("not_read", 64, 0, None),
+    ],
 )
 def test_the_hit_rate_is_of_the_prompt(outcome: str, prompt_tokens: int, local: int, expected: float | None) -> None:
     """With a preempted request's own tokens there is more than the prompt; of an ended one nothing is known."""

@@ -15,6 +15,7 @@ from kvobs import faults
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
+from kvobs.state.offers import LookupResult
 from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry.observers import Composed
 from kvobs.telemetry.tracing import trace_context
@@ -182,15 +183,16 @@ def test_lookups_are_one_span_from_the_first_to_the_last() -> None:
 
 def test_a_lookup_that_found_nothing_is_a_miss_and_one_that_led_nowhere_aborted() -> None:
     scheduler = Scheduler()
-    for request_id in ("missed", "aborted"):
+    for request_id in ("missed", "ignored", "aborted"):
         scheduler.traces.looked_up(request(request_id), 1, 2)
     scheduler.traces.allocated(request("missed"), lookup((0, 0)), None, 0)
-    for request_id in ("missed", "aborted"):
+    scheduler.traces.allocated(request("ignored"), LookupResult(is_read=False), None, 0)
+    for request_id in ("missed", "ignored", "aborted"):
         scheduler.traces.request_ended(request(request_id))
     found = {
         one.attributes["kv_transfer.request.id"]: one.attributes["kv_transfer.outcome"] for one in scheduler.written()
     }
-    assert found == {"missed": "miss", "aborted": "aborted"}
+    assert found == {"missed": "miss", "ignored": "not_read", "aborted": "aborted"}
 
 
 def test_unknown_request_changes_nothing() -> None:

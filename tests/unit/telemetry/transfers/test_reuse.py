@@ -17,6 +17,7 @@ from kvobs.state.events import Observer
 from kvobs.state.offers import NO_RESULT
 from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size
 from kvobs.testing import BLOCK, Rig, Script
+from kvobs.vllm_api import versions
 from tests.support.probes import counts
 
 FIRST, TAIL = signals.slot(REUSE_DISTANCE), signals.slot(signals.PROMPT_TAIL_TOKENS)
@@ -82,6 +83,15 @@ def test_a_prompt_counts_once_however_often_it_is_looked_up_and_allocated(
     rig.run(9)
     assert len(a.called("update_state_after_alloc")) >= 2
     assert counted() == (0, 4 * BLOCK, 1)
+
+
+@pytest.mark.skipif(not versions.ignores_answers(), reason="this vLLM loads what is offered")
+def test_a_prompt_that_reads_no_cache_counts_as_used_only(rig: Rig, counted: Counted) -> None:
+    rig.add("r", prompt := [7] * 4 * BLOCK, max_tokens=1).skip_reading_prefix_cache = True
+    rig.run(3)
+    assert counted() == (0, 0, 0)
+    serve(rig, "s", prompt)
+    assert counted() == (3 * BLOCK, 0, BLOCK)
 
 
 def test_an_aborted_request_that_was_never_allocated_is_not_counted(rig: Rig, counted: Counted, a: Script) -> None:
