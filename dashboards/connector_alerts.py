@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dashboards.promql import SCHEDULER_CALLS
 from dashboards.rules import CONNECTOR, FLEET, Alert, Severity
-from kvobs.schema.verdicts import POLL_S
+from kvobs.schema.verdicts import POLL_S, SERVES_OTHERS, UNSERVED_H
 
 # Few loads, of hours: it reads two samples of each series, where an increase reads all.
 _ALL_FAILED_IN_6H = """
@@ -467,5 +467,33 @@ CONNECTORS = (
         summary="Hit tokens are recomputed because another connector was chosen.",
         description="{{ $value | humanizePercentage }} of the tokens offered by {connector} were not loaded but "
         "computed, because a connector with fewer tokens was chosen.",
+    ),
+    Alert(
+        name="KvobsNeverServes",
+        severity=Severity.INFO,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        # A series begins with its first token, which no increase shows: one that is younger counts as a whole. What was
+        # not asked hours ago is new.
+        expr=f"""
+            sum without (outcome) (rate(kvobs_lookups_total{{outcome=~"hit|miss"}}[30m])) > 0
+            and ignoring (connector) (
+              rate(kvobs_loadable_tokens_total[30m]) >= __few_tokens__
+              and rate(kvobs_loadable_tokens_total[30m]) / (rate(kvobs_reuse_distance_tokens_count[30m]) > 0)
+                > __loadable_share__
+            )
+            and ignoring (index, class, role, load_policy, failure_policy)
+              kvobs_connector_info{{role="kv_both",class!~"{SERVES_OTHERS}"}}
+            and sum without (outcome) (kvobs_lookups_total{{outcome=~"hit|miss"}} offset {UNSERVED_H}h)
+            unless (
+              increase(kvobs_admitted_tokens_total[{UNSERVED_H}h])
+              or (kvobs_admitted_tokens_total unless kvobs_admitted_tokens_total offset {UNSERVED_H}h)
+            ) > 0
+        """,
+        hold="30m",
+        summary="A KV connector stores prompts and never serves any.",
+        description="{connector} has been asked by {{ $value | humanize }} requests a second, and nothing was loaded "
+        f"from it in {UNSERVED_H} hours. Prompts repeat that vLLM's own cache no longer has: they are computed again, "
+        "or loaded from another connector.",
     ),
 )

@@ -89,10 +89,10 @@ def engines_failing() -> str:
     return share(failing, engines())
 
 
-def firing_alerts(severity: str = ".+") -> str:
+def firing_alerts(severity: str = ".+", name: str = "Kvobs.+") -> str:
     """Return alerts of kvobs that fire: not all of them have all labels."""
     chosen = ",".join(f'{label}=~"${label}|"' for label in VARIABLES)
-    return f'ALERTS{{alertname=~"Kvobs.+",alertstate="firing",severity=~"{severity}",{chosen}}}'
+    return f'ALERTS{{alertname=~"{name}",alertstate="firing",severity=~"{severity}",{chosen}}}'
 
 
 def alerts_by_severity() -> str:
@@ -270,6 +270,7 @@ def measures(*by: str) -> dict[str, str]:
         "failing_share": failing_share(*by),
         "scheduler_share": _blocking(*by),
         "load_p99": SELECTION.quantile(0.99, signals.LOAD_DURATION, *by),
+        "never_serves": f"max by ({', '.join(by)}) ({firing_alerts(name='KvobsNeverServes')})",
         "time_in_calls": SELECTION.rate(signals.CALL_DURATION, *by, part="_sum"),
         "in_progress": SELECTION.gauge(signals.IN_FLIGHT, *by),
         "requests": requests(*by),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from prometheus_client.utils import floatToGoString
-
 from dashboards import looks
 from dashboards.frame import Section
 from dashboards.panels import PROMETHEUS, About, Panel, Query, lines, of_connector, ref_id
@@ -14,11 +12,9 @@ from kvobs.schema import signals
 from kvobs.schema.signals import REUSE_DISTANCE
 
 SIZE = "Cache size (tokens)"
-*_, LARGEST = map(floatToGoString, REUSE_DISTANCE.buckets)
 OF_CURVE = "15m"  # the curve is of at least so much time
 
 TOKENS = SELECTION.rate(REUSE_DISTANCE, part="_count")
-SEEN = SELECTION.rate(REUSE_DISTANCE, part="_bucket", le=LARGEST)
 _BY_SOURCE = "prompt_tokens_by_source_total"
 
 
@@ -59,10 +55,13 @@ def computed_tokens() -> tuple[str, str]:
 
     With prefill elsewhere tokens are loaded that this engine never saw: these are not computed.
     """
-    hits = VLLM.vllm_rate(_BY_SOURCE, matching='source=~"local_cache_hit|external_kv_transfer"')
-    rest = f"clamp_min({TOKENS} - ({hits} or 0 * {TOKENS}), 0)"
-    new = f"({TOKENS} - {SEEN})"
-    return f"{new} < {rest} or {rest}", f"clamp_min({rest} - {new}, 0)"
+    hits, loaded = (
+        VLLM.vllm_rate(_BY_SOURCE, matching=f'source=~"{sources}"')
+        for sources in ("local_cache_hit|external_kv_transfer", "external_kv_transfer")
+    )
+    loadable = SELECTION.rate(signals.LOADABLE_TOKENS)
+    again = f"(clamp_min({loadable} - {loaded}, 0) or {loadable})"
+    return f"clamp_min({TOKENS} - ({hits} or 0 * {TOKENS}) - ({again} or 0 * {TOKENS}), 0)", again
 
 
 def curve() -> Panel:
@@ -121,7 +120,7 @@ def _parts() -> Panel:
             "The parts add up to the prompts. 'used before': evicted, not stored, not waited for, declined or failed.",
             "Many used before: compare the curve with the sizes of your caches, then see the row Gain for tokens that "
             "were offered and not loaded.",
-            "Without vLLM's own metrics all its hits count as computed. Loads count again after a preemption.",
+            "Without vLLM's own metrics its hits count as computed at first use. Loads count again after a preemption.",
         ),
         Query(VLLM.vllm_rate(_BY_SOURCE, matching='source="local_cache_hit"'), "vLLM's own cache", looks.VLLM),
         of_connector(SELECTION.rate(signals.LOAD_TOKENS, "connector")),

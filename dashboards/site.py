@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvobs.schema import signals
+from kvobs.schema import signals, verdicts
 
 RUNBOOK = "https://github.com/kvobs/kvobs/blob/main/dashboards/runbook.md"
 
@@ -51,6 +51,10 @@ class Site:
     slower_share: float = threshold(0.5, "share of loads that take longer than computing")
     unused_hit_share: float = threshold(0.3, "share of offered tokens that are computed")
     few_tokens: int = threshold(100, "offered tokens per second; fewer are not worth a change")
+    loadable_share: float = threshold(
+        verdicts.LOADABLE_SHARE,
+        "share of the prompts' tokens that were used before and that vLLM's own cache no longer has",
+    )
     rank_lead: float = threshold(0.3, "share of transfers in which one rank is the slowest, above its fair share")
     rank_skew_s: float = threshold(0.05, "mean time that the slowest rank took longer than the quickest, in seconds")
     few_transfers: int = threshold(20, "transfers in 15 minutes; fewer say nothing about ranks")

@@ -18,7 +18,7 @@ from docs.pages import ROOT, table
 from kvobs.schema.options import Options
 from kvobs.schema.signals import CALL_DURATION, SIGNALS
 from kvobs.schema.spans import ATTRIBUTES, SPANS
-from kvobs.schema.verdicts import STATES
+from kvobs.schema.verdicts import STATES, UNSERVED_H
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Side
 
 SIDES = {
@@ -113,6 +113,11 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     "UnusedHitTokens": lambda site: (
         f"more than {_percent(site.unused_hit_share)} of the tokens that a connector offers are computed, "
         f"of at least {site.few_tokens} a second"
+    ),
+    "NeverServes": lambda site: (
+        f"nothing was loaded in {UNSERVED_H} hours from a connector that stores and is asked, while more than "
+        f"{_percent(site.loadable_share)} of the prompts' tokens, at least {site.few_tokens} a second, were used "
+        "before and are no longer in vLLM's own cache"
     ),
     "JobMissing": lambda site: (
         f"the job `{site.job}` has no target, in a cluster or at all, and no other job has the metrics"

@@ -150,7 +150,7 @@ SAVES = Signal(
 SAVE_HOLD = Signal(
     "kvobs_save_hold_seconds",
     "Time from a request's end to the completion of its promised save, during which its blocks are held.",
-    bounds=(*_DELAY_BOUNDS, 34),
+    bounds=_TRANSFER_BOUNDS,
 )
 SAVE_STALL = Signal(
     "kvobs_save_stall_seconds", "Time a step spent in save_kv_layer and wait_for_save.", bounds=_STALL_BOUNDS
@@ -248,6 +248,12 @@ REUSE_DISTANCE = Signal(
     "Prompt tokens in full blocks, by the distinct tokens used since their last use, with themselves: an LRU cache of "
     "that size has them; +Inf: first used now, or very long ago. An estimate; the sum is not counted (tokens).",
     bounds=_REUSE_BOUNDS,
+    scope=Scope.PROCESS,
+)
+LOADABLE_TOKENS = Signal(
+    "kvobs_loadable_tokens_total",
+    "Prompt tokens in full blocks that were used before, and that vLLM's own cache no longer has: a connector that "
+    "stores all prompts does. An estimate (tokens).",
     scope=Scope.PROCESS,
 )
 PROMPT_TAIL_TOKENS = Signal(

@@ -34,10 +34,18 @@ BLOCKING = State(
 POLL_S = 0.01
 """Seconds. While requests wait and nothing is computed, the scheduler polls: quicker calls block no step then."""
 SLOW = State("Slow", {"load_p99": 1}, "load p99 of {load_p99} s or more")
+UNSERVED_H, LOADABLE_SHARE = 3, 0.1
+UNSERVED = State(
+    "Never serves",
+    {"never_serves": 1},  # it needs hours: boards show it while the alert of this name fires
+    f"nothing was loaded from it in {UNSERVED_H} hours, and prompts repeat that vLLM's own cache has forgotten",
+)
+SERVES_OTHERS = "(Nixl|MoRIIO|P2pNccl|HiSparse).*|Mooncake(Hybrid|Layerwise)?Connector(V1)?"
+"""Connector classes, as a regular expression, that store nothing for their own engine, whatever their role."""
 WELL = State("OK", {"time_in_calls": 1e-9, "in_progress": 1, "requests": 1}, "in use, or the engine has requests")
 IDLE = State("Idle", {"configured": 0}, "nothing to do")
 
-STATES = (ENDED, HANGS, CORRUPT, QUARANTINED, FAILING, BLOCKING, SLOW, WELL, IDLE)
+STATES = (ENDED, HANGS, CORRUPT, QUARANTINED, FAILING, BLOCKING, SLOW, UNSERVED, WELL, IDLE)
 
 
 def judge(measures: Mapping[str, float | None]) -> tuple[State, str, float]:

@@ -1,6 +1,7 @@
 """What the tests of `kvobs top` share: servers whose /metrics are kvobs's own, filled as vLLM's API server does it."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -77,6 +78,26 @@ class Vllm:
 
 def count(recorder: Recorder, child: int, signal: Signal, n: int, *values: str) -> None:
     recorder.count(child, slot(signal, *values), n)
+
+
+def unserved(
+    *,
+    of_class: str = "LMCacheConnectorV1",
+    role: str = "kv_both",
+    hours: int = 4,
+    asked: int = 50,
+    loadable: int = 200,
+    more: str = "",
+) -> str:
+    """Return a page of an engine that started some hours ago, and whose connector has served nothing."""
+    return f"""
+kvobs_connector_info{{engine="0",connector="cpu",class="{of_class}",role="{role}"}} 1
+kvobs_lookups_total{{engine="0",connector="cpu",outcome="miss"}} {asked}
+kvobs_start_time_seconds{{engine="0"}} {time.time() - hours * 3600}
+kvobs_reuse_distance_tokens_count{{engine="0"}} 1000
+kvobs_loadable_tokens_total{{engine="0"}} {loadable}
+{more}
+"""
 
 
 @contextmanager

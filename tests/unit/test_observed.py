@@ -23,7 +23,7 @@ from kvobs.schema.signals import SIGNALS, Scope, Signal
 from kvobs.testing import BLOCK, Rig, Script, entry_of
 from kvobs.vllm_api import versions
 from tests.support.observed import KV, NAMES, STEP_S, SYNC, Observed
-from tests.support.rig import assert_nothing_is_left, child_config
+from tests.support.rig import assert_nothing_is_left, child_config, forget_unused
 
 # --- calls
 
@@ -296,9 +296,11 @@ def test_reuse(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     for request in ("r", "r2"):
         engine.rig.add(request, tokens=3 * BLOCK, prompt_of="r")
         engine.step(3)
+        forget_unused(engine.rig)
     buckets = engine.series("kvobs_reuse_distance_tokens_bucket")
     assert (buckets[("1024.0",)], buckets[("+Inf",)]) == (2 * BLOCK, 4 * BLOCK), "the last token is always computed"
     assert engine.value("kvobs_prompt_tail_tokens_total", None) == 2 * BLOCK
+    assert engine.value("kvobs_loadable_tokens_total", None) == 2 * BLOCK
     assert engine.value("kvobs_local_cache_tokens", None) == 64 * BLOCK
     assert engine.series("kvobs_capacity_tokens") == {("two",): 1000}
 

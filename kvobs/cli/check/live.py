@@ -19,7 +19,7 @@ from kvobs.cli.top.scrapes import NO_METRICS, PLAIN, PREFIX, Scrape, parse_vllm,
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
-from kvobs.schema.verdicts import CORRUPT, FAILING, HANGS, QUARANTINED, SLOW
+from kvobs.schema.verdicts import CORRUPT, FAILING, HANGS, QUARANTINED, SLOW, UNSERVED
 
 OPENMETRICS = "application/openmetrics-text"
 _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILINE)
@@ -31,6 +31,11 @@ _STATES = {
     QUARANTINED.name: ("is in quarantine: new requests do without it", "KvobsConnectorQuarantined"),
     FAILING.name: ("fails: {:.0%} of its loads and exceptions since the engine's start", "KvobsConnectorFailing"),
     SLOW.name: ("is slow: the p99 of its loads since the engine's start is {:.3g} s", "KvobsLoadsSlow"),
+    UNSERVED.name: (
+        "never serves: nothing was loaded from it since the engine's start, and prompts repeat that vLLM's own cache "
+        "no longer has",
+        "KvobsNeverServes",
+    ),
 }
 """By a connector's state: what is said of it, and the alert whose part of the runbook helps."""
 
@@ -105,7 +110,7 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
             result.refuse(url, printable(found), "see KvobsCallHangs and KvobsLoadUnfinished in the runbook")
         elif row.state in _STATES:
             says, alert = _STATES[row.state]
-            note = result.warn if row.state == SLOW.name else result.refuse
+            note = result.warn if row.state in (SLOW.name, UNSERVED.name) else result.refuse
             found = f"connector {row.connector} {says.format(row.state_value)}"
             note(url, printable(found), f"see {alert} in the runbook")
     if lost := numbers.total(signals.INTERNAL_ERRORS):

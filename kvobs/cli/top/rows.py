@@ -1,12 +1,14 @@
 """A row for each server and for each of its connectors, from one scrape or two; their fields are those of `--json`."""
 
+import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvobs.cli.series import Numbers, Owner, by_owner, change, has_restarted
 from kvobs.cli.top.scrapes import RUNNING, TTFT, WAITING, Scrape
 from kvobs.schema import signals
-from kvobs.schema.verdicts import IDLE, POLL_S, judge
+from kvobs.schema.verdicts import IDLE, LOADABLE_SHARE, POLL_S, SERVES_OTHERS, UNSERVED_H, judge
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 
@@ -102,12 +104,7 @@ def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
         ttft_p99_s=ttft.quantile_of(TTFT, 0.99),
         connectors=tuple(
             _judge(
-                _connector_row(owner, numbers, seconds or 1),
-                numbers,
-                grown,
-                vllm,
-                now=now,
-                is_change=seconds is not None,
+                _connector_row(owner, numbers, seconds or 1), numbers, grown, now, vllm, is_change=seconds is not None
             )
             for owner, numbers in sorted(connectors, key=_sort_key)
         ),
@@ -181,10 +178,22 @@ def _in_scheduler(numbers: Numbers, part: str) -> float:
     return sum(numbers.total(signals.CALL_DURATION, part, hook=hook) for hook in SCHEDULER_HOOKS)
 
 
+def _never_serves(row: ConnectorRow, numbers: Numbers, now: Numbers) -> bool:
+    """Return whether a connector that stores has served nothing since the engine's start, long ago, and could have."""
+    engine, of = row.engine, {"engine": row.engine, "connector": row.connector}
+    is_old = 0 < now.total(signals.START_TIME, engine=engine) < time.time() - UNSERVED_H * 3600
+    stores = numbers.label(signals.CONNECTOR_INFO, "role") == "kv_both"
+    stores &= not re.fullmatch(SERVES_OTHERS, row.connector_class)
+    is_asked = any(now.total(signals.LOOKUPS, outcome=outcome, **of) for outcome in ("hit", "miss"))
+    loadable = now.total(signals.LOADABLE_TOKENS, engine=engine)
+    could = loadable > LOADABLE_SHARE * now.total(signals.REUSE_DISTANCE, "_count", engine=engine)
+    return is_old and stores and is_asked and could and not now.total(signals.ADMITTED_TOKENS, **of)
+
+
 def _judge(
-    row: ConnectorRow, numbers: Numbers, grown: Numbers, vllm: Numbers, *, now: Numbers, is_change: bool
+    row: ConnectorRow, numbers: Numbers, grown: Numbers, now: Numbers, vllm: Numbers, *, is_change: bool
 ) -> ConnectorRow:
-    """Return a row with its state, by its numbers, those of all connectors, those since the start, and their kind."""
+    """Return a row with its state, by its numbers, those of all connectors, and whether they are a change."""
     engine, raised = row.engine, numbers.total(signals.CALL_ERRORS)
     in_flight = grown.total(signals.IN_FLIGHT, engine=engine)
     waits = in_flight > grown.total(signals.IN_FLIGHT, engine=engine, kind="save")
@@ -203,6 +212,7 @@ def _judge(
             / max(numbers.total(signals.LOADS) + raised, 1),
             "scheduler_share": row.scheduler_s_per_s if is_change and not polls else None,
             "load_p99": row.load_p99_s,
+            "never_serves": _never_serves(row, numbers, now),
             "time_in_calls": numbers.total(signals.CALL_DURATION, "_sum"),
             "in_progress": numbers.total(signals.IN_FLIGHT),
             "requests": vllm.sum(RUNNING, engine=engine) + vllm.sum(WAITING, engine=engine),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvobs.state.cache_layout import CacheLayout
 
 _FIRST, _TAIL, _CACHE = map(signals.slot, (REUSE_DISTANCE, signals.PROMPT_TAIL_TOKENS, signals.LOCAL_CACHE_TOKENS))
+_LOADABLE = signals.slot(signals.LOADABLE_TOKENS)
 
 
 def hash_block_size(kv_cache_config: Any, layout: CacheLayout) -> int:
@@ -60,7 +61,9 @@ class PromptReuse(Observer):
         for bucket, number in enumerate(reuse.blocks):
             if number:
                 self._recorder.count_own(_FIRST + bucket, number * self._block_size)
-        self._listener.reused(request.request_id, reuse.seen * self._block_size)
+        seen = reuse.seen * self._block_size
+        self._recorder.count_own(_LOADABLE, max(0, seen - lookup.local))
+        self._listener.reused(request.request_id, seen)
 
     def request_ended(self, request: ObservedRequest) -> None:
         """Note the use of an answer's blocks: the next turn of a chat has them in its prompt."""

@@ -21,6 +21,7 @@ from tests.support.promtool import promtool
 from tests.unit.dashboards.scenes import SCENES, SUBJECTS
 from tests.unit.dashboards.scenes.scene import BUILD, OLD, START, UP, Fires, Scenes, Series
 from tests.unit.dashboards.scenes.waiting import CALL, ENDED, OLDEST_LOAD, not_resumed, scheduler_times
+from tests.unit.dashboards.scenes.worth import stored
 
 BY_NAME = {alert.name: alert for alert in ALERTS}
 SCOPES = {signal.name: signal.scope for signal in SIGNALS}
@@ -237,6 +238,13 @@ def test_a_scene_that_should_fire_and_does_not_is_found(tmp_path: Path) -> None:
     said = run([case(well, quietly(name, {"20m": [expected(alert, scenes.fires[0], scenes.fires[0].says)]}))], tmp_path)
     assert "FAILED" in said.stderr
     assert "FAILED" in run([case(well, [], {"20m": {"": 1}}, name)], tmp_path).stderr
+
+
+def test_a_connector_that_is_new_may_not_have_served_yet(tmp_path: Path) -> None:
+    """Nor may one that was not asked; it is told three hours later."""
+    name, hours = "KvobsNeverServes", "0+30000x900"
+    series = engine(stored("5000+0x900", hours, "0+100000x900", asked="0+30x900"))
+    passes([case(series, [], {"175m": {}, "220m": {"": 1}}, name)], tmp_path)
 
 
 def test_without_any_kvobs_only_that_is_said(tmp_path: Path) -> None:

@@ -99,6 +99,14 @@ def test_a_connector_of_an_engine_with_requests_is_not_idle(tmp_path: Path) -> N
     assert [answers(tmp_path, series, verdict, at) for at in ("5m", "10m")] == [{"cpu": 0}, {"cpu": 1}]
 
 
+def test_a_connector_never_serves_while_the_alert_says_so(tmp_path: Path) -> None:
+    alert = 'ALERTS{alertname="%s",alertstate="firing",severity="info",connector="cpu",instance="i:8000",engine="0"%s}'
+    job = ',job="j",model_name="m"'
+    for name, state in (("KvobsNeverServes", 2), ("KvobsLoadsDontPay", 1)):
+        series = child("cpu", **CALLED) | {alert % (name, job): "1x20"}
+        assert answers(tmp_path, series, questions.verdict(*by_connector)) == {"cpu": state}
+
+
 def test_the_tile_shows_what_hangs_of_calls_and_of_all_that_waits(tmp_path: Path) -> None:
     series = {
         'kvobs_call_in_progress_seconds{connector="a",hook="h",rank="0"}': "2x20",
@@ -131,7 +139,7 @@ def fleet(engines: int, failing: int) -> dict[str, str]:
 
 def test_verdict_is_the_one_failing_engine_of_64(tmp_path: Path) -> None:
     series = fleet(64, 1)
-    assert answers(tmp_path, series, questions.worst_engine(questions.verdict(*by_engine))) == {"disk": 4}, "Failing"
+    assert answers(tmp_path, series, questions.worst_engine(questions.verdict(*by_engine))) == {"disk": 5}, "Failing"
     assert answers(tmp_path, series, questions.verdict(*by_connector)) == {"disk": 1}, "OK: the mean hides it"
     worst = promql.worst(f"({questions.failing_share(*by_engine)}) > 0")
     assert answers(tmp_path, series, worst, label="instance") == {"gpu-0:8000": 0.5}

@@ -55,7 +55,8 @@ def test_a_connector_is_marked_at_its_stated_size(of_vllms: dict[str, str], shar
 )
 def test_the_parts_add_up_to_the_tokens(tmp_path: Path, local: int, loaded: int, first: int, again: int) -> None:
     def per_minute(expr: str) -> float:
-        return 60 * answers(tmp_path, CURVE | of_vllm(local, loaded), expr)[""]
+        series = {f"kvobs_loadable_tokens_total{ENGINE}": f"0+{240 - local}x20"} if local < 240 else {}
+        return 60 * answers(tmp_path, CURVE | of_vllm(local, loaded) | series, expr).get("", 0)
 
     assert [per_minute(expr) for expr in computed_tokens()] == pytest.approx([first, again])
     tail = per_minute(SELECTION.rate(signals.PROMPT_TAIL_TOKENS))

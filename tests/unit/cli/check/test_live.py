@@ -28,7 +28,7 @@ from kvobs.schema.signals import (
 )
 from tests.engine.prometheus import scraping
 from tests.engine.serving import eventually
-from tests.support.top_engines import Engines, answering, count, exporting, serving
+from tests.support.top_engines import Engines, answering, count, exporting, serving, unserved
 
 
 @pytest.fixture
@@ -133,6 +133,13 @@ def test_lost_measurements_are_warnings() -> None:
     with answering(200, f'{INTERNAL_ERRORS.name}{{where="merge"}} 2\n') as url:
         noted = [warning.found for warning in look([url]).warnings]
     assert any(says.startswith("kvobs_internal_errors_total is 2: measurements") for says in noted)
+
+
+def test_a_connector_that_never_serves_is_a_warning() -> None:
+    with answering(200, unserved()) as url:
+        warning = next(warning for warning in look([url]).warnings if "cpu" in warning.found)
+    assert warning.found.startswith("connector cpu never serves: nothing was loaded from it since the engine's start")
+    assert warning.fix == "see KvobsNeverServes in the runbook"
 
 
 def test_a_connector_that_hangs_is_a_mistake() -> None:

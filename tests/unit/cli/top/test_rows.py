@@ -17,13 +17,14 @@ from kvobs import faults
 from kvobs.cli.top.rows import ConnectorRow, Server, server_row
 from kvobs.cli.top.scrapes import Scrape, parse
 from kvobs.cli.top.screen import Picture
+from kvobs.connectors.specs import HAND_OFF
 from kvobs.probe.increments import Increments
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import SIGNALS, slot
 from tests.support.pages import TEXTS
 from tests.support.payloads import stopped_clock
-from tests.support.top_engines import Engines, Vllm, count
+from tests.support.top_engines import Engines, Vllm, count, unserved
 from tests.support.top_rows import ERRORS, GAUGES, MS, NOW_NS, RANKS, busy
 
 about: Any = pytest.approx
@@ -175,6 +176,26 @@ def test_a_state_is_the_worst_that_is_true(
     vllm.send(running=running)
     (row,) = server_row("here", before, engines.scrape(at_s=2, vllm=vllm)).connectors
     assert (row.state, row.state_by) == state
+
+
+@pytest.mark.parametrize(
+    ("more", "state"),
+    [
+        ({}, "Never serves"),
+        ({"more": 'kvobs_admitted_tokens_total{engine="0",connector="disk"} 16'}, "Never serves"),
+        ({"more": 'kvobs_admitted_tokens_total{engine="0",connector="cpu"} 16'}, "Idle"),
+        ({"hours": 2}, "Idle"),
+        ({"loadable": 90}, "Idle"),
+        ({"asked": 0}, "Idle"),
+        ({"role": "kv_producer"}, "Idle"),
+        ({"role": "kv_consumer"}, "Idle"),
+        *(({"of_class": between_engines}, "Idle") for between_engines in HAND_OFF),
+    ],
+)
+def test_a_connector_that_served_nothing_for_hours_is_told(more: dict[str, Any], state: str) -> None:
+    """Of all that the engine has counted, also where nothing happens between two scrapes."""
+    scrape = Scrape(0.0, parse(unserved(**more)))
+    assert {server_row("here", before, scrape).connectors[0].state for before in (None, scrape)} == {state}
 
 
 def test_a_server_shows_how_much_of_its_prompts_was_used_before() -> None:

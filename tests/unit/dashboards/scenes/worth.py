@@ -57,6 +57,39 @@ def tokens(unused: str, offered: str, admitted: str = "0+1000x400") -> Series:
     }
 
 
+LOADABLE, REUSE, ADMITTED = (
+    "kvobs_loadable_tokens_total",
+    "kvobs_reuse_distance_tokens_count",
+    "kvobs_admitted_tokens_total",
+)
+
+
+def stored(
+    admitted: str | None,
+    loadable: str = "0+30000x400",
+    prompts: str = "0+100000x400",
+    *,
+    asked: str = "0+30x400",
+    role: str = "kv_both",
+    of_class: str = "LMCacheConnectorV1",
+    outcome: str = "miss",
+) -> dict[str, str]:
+    """Return a connector that is asked, beside an engine's prompts of which vLLM has forgotten a part."""
+    info = f'index="0",class="{of_class}",role="{role}",load_policy="first",failure_policy="recompute"'
+    return {
+        f"kvobs_connector_info{{{info}}}": "1+0x900",
+        f'kvobs_lookups_total{{outcome="{outcome}"}}': asked,
+        LOADABLE: loadable,
+        REUSE: prompts,
+        **({ADMITTED: admitted} if admitted is not None else {}),
+    }
+
+
+NEVER_SERVES = (
+    f"{OF_CHILD} has been asked by 1 requests a second, and nothing was loaded from it in 3 hours. Prompts repeat that "
+    "vLLM's own cache no longer has: they are computed again, or loaded from another connector."
+)
+
 SCENES = {
     "KvobsLoadsSlow": Scenes(
         healthy=load_times("0+99.5x400", "0+100x400", "0+100000x400"),
@@ -129,5 +162,25 @@ SCENES = {
             tokens("0+100x400", "0+100x400"),
             tokens("0+10000x400", "0+10000x400", "0+0x400"),  # isolated, with synchronous loads: never chosen
         ),
+    ),
+    "KvobsNeverServes": Scenes(
+        healthy=stored("0+3000x400"),
+        fires=(
+            Fires(stored(None), "45m", NEVER_SERVES),  # a series begins with its first token
+            Fires(stored(None, outcome="hit"), "45m", NEVER_SERVES),  # another one is chosen
+        ),
+        ended=stored("_x100 3000+3000x300"),
+        idle=stored("5000+0x400", "30000+0x400", "100000+0x400", asked="30+0x400"),
+        quiet=(
+            stored("_x60 3000+0x340"),  # one load, half an hour ago
+            stored(None, "0+5000x400"),  # vLLM has nearly all that repeats
+            stored(None, "0+0x400"),
+            stored(None, "0+300x400", "0+1000x400"),  # few tokens
+            stored(None, asked="0+0x400"),
+            stored(None, asked="0+0x400") | {'kvobs_lookups_total{outcome="not_read"}': "0+30x400"},  # evaluation
+            stored(None, role="kv_producer"), stored(None, role="kv_consumer"),
+            stored(None, of_class="NixlConnector"), stored(None, of_class="MooncakeConnector"),  # a prefill engine
+        ),
+        day_before={"kvobs_lookups_total": "0+30x2879"},
     ),
 }  # fmt: skip

@@ -19,7 +19,9 @@ from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_bloc
 from kvobs.testing import BLOCK, Rig, Script
 from kvobs.vllm_api import versions
 from tests.support.probes import counts
+from tests.support.rig import forget_unused
 
+LOADABLE = signals.slot(signals.LOADABLE_TOKENS)
 FIRST, TAIL = signals.slot(REUSE_DISTANCE), signals.slot(signals.PROMPT_TAIL_TOKENS)
 Counted = Callable[[], tuple[int, int, int]]
 
@@ -83,6 +85,16 @@ def test_a_prompt_counts_once_however_often_it_is_looked_up_and_allocated(
     rig.run(9)
     assert len(a.called("update_state_after_alloc")) >= 2
     assert counted() == (0, 4 * BLOCK, 1)
+
+
+def test_tokens_that_vllm_has_no_longer_could_be_loaded(rig: Rig, counted: Counted) -> None:
+    for _ in range(2):
+        serve(rig, "r", 4 * BLOCK + 1)
+    recorder = reuse_of(rig)._recorder
+    assert LOADABLE not in counts(recorder), "it had them itself"
+    forget_unused(rig)
+    serve(rig, "r", 2 * BLOCK + 1)
+    assert counts(recorder)[LOADABLE] == 2 * BLOCK
 
 
 @pytest.mark.skipif(not versions.ignores_answers(), reason="this vLLM loads what is offered")
