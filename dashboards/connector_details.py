@@ -42,10 +42,7 @@ def details() -> list[Section]:
         ),
         Section(
             "kvobs: cost and internal errors",
-            [
-                (8, [(6, _self()), (6, _collector()), (6, _faults()), (6, _dropped())]),
-                (8, [(24, _malformed())]),
-            ],
+            [(8, [(6, _self()), (6, _collector()), (6, _faults()), (6, _dropped())])],
             collapsed=True,
         ),
         Section(
@@ -366,30 +363,17 @@ def _faults() -> Panel:
 
 
 def _dropped() -> Panel:
-    return _rare(
-        signals.SPANS_DROPPED,
-        "Spans dropped",
-        About(
-            "Spans lost, by place.",
-            "rate, flush: more spans than the limits allow. queue, export: the collector is slow or gone.",
-            "Sample less, or fix the collector.",
-            "Metrics are complete: only traces have gaps.",
-        ),
-        "where",
-    )
-
-
-def _malformed() -> Panel:
     return lines(
-        "Malformed trace contexts, dropped log lines",
+        "Dropped spans and log lines, malformed contexts",
         About(
-            "Requests with a malformed traceparent header or kv_transfer_params.kvobs; unwritten lines of request_log.",
-            "Such requests have no spans, unless slow or failed. The log's disk is full, or its pipe has no reader.",
-            "Find the client or proxy that creates them; vLLM's log has the error of a file.",
-            "Serving is not affected, and metrics are complete.",
+            "Spans lost, by place; unwritten lines of request_log; requests with a malformed trace context, by source.",
+            "rate, flush: more spans than the limits allow. queue, export: the collector is slow or gone.",
+            "Sample less, or fix the collector; find the client of such contexts; vLLM's log has a file's error.",
+            "Serving is not affected, and metrics are complete: only traces and the log have gaps.",
         ),
-        Query(SELECTION.count(signals.MALFORMED_CONTEXTS, "source"), "{{source}}"),
-        Query(SELECTION.count(signals.REQUEST_LOG_DROPPED), "lines"),
+        Query(SELECTION.count(signals.SPANS_DROPPED, "where"), "spans: {{where}}"),
+        Query(SELECTION.count(signals.REQUEST_LOG_DROPPED), "log lines"),
+        Query(SELECTION.count(signals.MALFORMED_CONTEXTS, "source"), "contexts: {{source}}"),
         unit="short",
     )
 
@@ -441,7 +425,7 @@ def _queued() -> Panel:
         About(
             "Spans that wait in the exporter for the collector: the ten highest.",
             "Near zero is normal. Only rising: the collector is slow or gone, and spans will be dropped.",
-            "Check the collector; see 'Spans dropped'.",
+            "Check the collector; see 'Dropped spans'.",
             "No data without the exporter, where spans wait in the API server.",
         ),
         Query(f"topk(10, {SELECTION.gauge(signals.SPANS_QUEUED, *_OF_ENGINE)})", _ENGINE),

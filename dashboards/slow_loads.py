@@ -131,7 +131,7 @@ def _lost() -> Panel:
         About(
             "Spans that OpenTelemetry collectors could not send on, or had no room for in their queue.",
             "Zero is normal. Otherwise traces have gaps, and some of the loads are missing in these tables.",
-            "Check Tempo, and the collector's log and memory. Spans lost before: 'Spans dropped', board Connector.",
+            "Check Tempo, and the collector's log and memory. Spans lost before: 'Dropped spans', board Connector.",
             "No data: the collector's own metrics are not scraped. Collectors are those of the whole cluster.",
         ),
         Query(questions.collector_losses("otelcol_exporter_send_failed_spans"), f"{EXPORTER} not sent"),

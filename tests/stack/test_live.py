@@ -59,7 +59,9 @@ EMPTY: dict[str, str] = {
     },
     "kvobs-connector: Decisions by reason (requests/s) (A)": WITHOUT_DATA["kvobs_load_decisions_total"],
     "kvobs-connector: KV events (events/s) (A)": WITHOUT_DATA["kvobs_kv_events_total"],
-    "kvobs-connector: Malformed trace contexts, dropped log lines (B)": WITHOUT_DATA["kvobs_request_log_dropped_total"],
+    "kvobs-connector: Dropped spans and log lines, malformed contexts (B)": WITHOUT_DATA[
+        "kvobs_request_log_dropped_total"
+    ],
 }
 """Queries that must find nothing in such a run, by their board, panel and letter, and why."""
 
