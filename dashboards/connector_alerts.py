@@ -7,33 +7,8 @@ no engine has enough of: what the engines share has failed.
 
 from __future__ import annotations
 
-from dashboards.promql import SCHEDULER_CALLS
 from dashboards.rules import CONNECTOR, FLEET, Alert, Severity
-from kvobs.schema.verdicts import POLL_S, SERVES_OTHERS, UNSERVED_H
-
-# Few loads, of hours: it reads two samples of each series, where an increase reads all.
-_ALL_FAILED_IN_6H = """
-              (
-                (
-                  sum without (mode, outcome) (
-                    kvobs_loads_total{outcome="failed"} - kvobs_loads_total{outcome="failed"} offset 6h
-                    and ignoring (connector, mode, outcome)
-                      (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
-                    or kvobs_loads_total{outcome="failed"}
-                  )
-                ) >= bool 3
-              ) == 1
-              unless (
-                sum without (mode, outcome) (
-                  kvobs_loads_total{outcome="ok"} - kvobs_loads_total{outcome="ok"} offset 6h
-                  and ignoring (connector, mode, outcome)
-                    (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
-                  or kvobs_loads_total{outcome="ok"}
-                )
-              ) > 0
-""".strip()
-# A good load hides failures for two hours, and one that fails each hour is seen in six.
-_ALL_FAILED = f"{_ALL_FAILED_IN_6H}\n              or {_ALL_FAILED_IN_6H.replace('6h', '2h')}"
+from kvobs.schema.verdicts import SERVES_OTHERS, UNSERVED_H
 
 CONNECTORS = (
     Alert(
@@ -80,19 +55,15 @@ CONNECTORS = (
         severity=Severity.CRITICAL,
         about=CONNECTOR,
         board="kvobs-connector",
+        # The policy is the last one that was seen: a missed scrape has none.
         expr="""
-            connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
+            last_over_time(connector:kvobs_failing_loads:ratio_rate5m[10m])
+            and count_over_time(connector:kvobs_failing_loads:ratio_rate5m[10m:30s]) > 10
             and ignoring (index, class, role, load_policy, failure_policy)
-              kvobs_connector_info{failure_policy="fail"}
-            and sum without (mode, outcome) (increase(kvobs_loads_total{outcome="failed"}[15m])) >= __few_failed__
-            or (
-              __all_failed__
-            )
-            and ignoring (index, class, role, load_policy, failure_policy)
-              kvobs_connector_info{failure_policy="fail"}
-        """.replace("__all_failed__", _ALL_FAILED),
-        hold="5m",
-        keep="5m",
+              last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
+            and ignoring (connector) engine:kvobs_start_time_seconds:same5m
+        """,
+        hold="0m",
         summary="Requests fail, because loads from a KV connector fail.",
         description="{{ $value | humanizePercentage }} of the loads from {connector} failed in the last five minutes, "
         "or in the last six hours if they are few. Their requests fail: kv_load_failure_policy is fail.",
@@ -172,6 +143,7 @@ CONNECTORS = (
             )
         """,
         hold="1m",
+        keep="1m",
         summary="A rank has not reported transfers that other ranks finished.",
         description="Rank {{ $labels.rank }} has not reported {{ $value | humanize }} transfers of {connector} that "
         "other ranks finished more than `stuck_after_s` ago, in the last fifteen minutes or longer ago and still "
@@ -218,19 +190,15 @@ CONNECTORS = (
         severity=Severity.WARNING,
         about=CONNECTOR,
         board="kvobs-connector",
+        # The policy is the last one that was seen: a missed scrape has none.
         expr="""
-            connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
+            last_over_time(connector:kvobs_failing_loads:ratio_rate5m[10m])
+            and count_over_time(connector:kvobs_failing_loads:ratio_rate5m[10m:30s]) > 10
             unless ignoring (index, class, role, load_policy, failure_policy)
-              kvobs_connector_info{failure_policy="fail"}
-            and sum without (mode, outcome) (increase(kvobs_loads_total{outcome="failed"}[15m])) >= __few_failed__
-            or (
-              __all_failed__
-            )
-            unless ignoring (index, class, role, load_policy, failure_policy)
-              kvobs_connector_info{failure_policy="fail"}
-        """.replace("__all_failed__", _ALL_FAILED),
-        hold="5m",
-        keep="5m",
+              last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
+            and ignoring (connector) engine:kvobs_start_time_seconds:same5m
+        """,
+        hold="0m",
         summary="Loads from a KV connector fail.",
         description="{{ $value | humanizePercentage }} of the loads from {connector} failed in the last five minutes, "
         "or in the last six hours if they are few. Their tokens are recomputed.",
@@ -240,34 +208,26 @@ CONNECTORS = (
         severity=Severity.WARNING,
         about=CONNECTOR,
         board="kvobs-connector",
-        expr=f"""
-            connector:kvobs_scheduler_seconds:rate5m > __scheduler_share__
-            unless (
-              sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[5m]))
-              / (sum without (hook) (rate(kvobs_call_duration_seconds_count{{hook=~"{SCHEDULER_CALLS}"}}[5m])) > 0)
-              < {POLL_S}
-              and ignoring (connector, kind) (
-                kvobs_in_flight{{kind=~"lookup|load|resume"}} > 0
-                unless ignoring (connector, kind)
-                  sum without (kind) (kvobs_step_seconds_total)
-                  != sum without (kind) (kvobs_step_seconds_total offset 90s)
-              )
-            )
+        expr="""
+            last_over_time((connector:kvobs_scheduler_seconds:rate2m > __scheduler_share__)[10m:30s])
+            and count_over_time((connector:kvobs_scheduler_seconds:rate2m > __scheduler_share__)[10m:30s]) > 10
+            and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
-        hold="5m",
-        keep="5m",
+        hold="0m",
         summary="Calls into a KV connector take much of the scheduler's time.",
-        description="The scheduler spent {{ $value | humanizePercentage }} of the last five minutes in calls into "
-        "{connector}. No step runs during such a call.",
+        description="The scheduler spends {{ $value | humanizePercentage }} of its time in calls into {connector}, and "
+        "for more than five of the last ten minutes too much. No step runs during such a call.",
     ),
     Alert(
         name="KvobsLookupUnanswered",
         severity=Severity.WARNING,
         about=CONNECTOR,
         board="kvobs-connector",
-        expr='kvobs_oldest_in_flight_seconds{kind="lookup"} > __lookup_age_s__',
+        expr="""
+            max_over_time(kvobs_oldest_in_flight_seconds{kind="lookup"}[2m]) > __lookup_age_s__
+            and ignoring (connector, kind) engine:kvobs_start_time_seconds:same2m
+        """,
         hold="0m",
-        keep="2m",
         summary="A KV connector does not answer lookups: requests do not start.",
         description="The oldest lookup of {connector} has been answered 'not yet' for {{ $value | humanizeDuration }}. "
         "Its request waits for the answer.",
@@ -281,6 +241,7 @@ CONNECTORS = (
         expr="""
             avg_over_time(kvobs_quarantined[5m]) > 0.5
             and ignoring (connector) engine:kvobs_self_seconds:rate5m > 0
+            and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
         hold="2m",
         summary="A best-effort KV connector is in quarantine.",
@@ -301,14 +262,21 @@ CONNECTORS = (
               )
               and (
                 kvobs_call_errors_total
-                and ignoring (connector, hook, error_type) (kvobs_start_time_seconds > time() - 900)
+                and ignoring (connector, hook, error_type) (
+                  kvobs_start_time_seconds > time() - 900
+                  or kvobs_start_time_seconds > min_over_time(kvobs_start_time_seconds[15m])
+                )
                 or count_over_time(kvobs_call_errors_total[15m])
                 < ignoring (connector, hook, error_type) group_left () count_over_time(kvobs_start_time_seconds[15m])
               )
               or increase(kvobs_call_errors_total[15m])
+              and ignoring (connector, hook, error_type) (
+                kvobs_start_time_seconds == min_over_time(kvobs_start_time_seconds[15m])
+              )
             ) > 0
         """,
         hold="1m",
+        keep="1m",
         summary="A KV connector raises exceptions.",
         description="{connector} raised {{ $value | humanize }} exceptions in the last fifteen minutes. If it is not "
         "in the option isolate, one exception can end the engine.",
@@ -318,23 +286,19 @@ CONNECTORS = (
         severity=Severity.WARNING,
         about=CONNECTOR,
         board="kvobs-slow-loads",
-        # Long contexts take long: what is slow is slow for the tokens of an average load, too. And a connector that
-        # blocks the scheduler makes the loads of all connectors late.
+        # Most loads, at once, and for eight minutes after; or the slowest for ten of fifteen minutes.
         expr="""
-            connector_mode:kvobs_load_duration_seconds:p99_rate5m > __slow_load_s__
-            and connector_mode:kvobs_load_duration_seconds:p99_rate5m
-              > ignoring (mode) group_left () (
-                __slow_load_s_per_1k_tokens__ / 1000 * rate(kvobs_load_tokens_total[5m])
-                / (sum without (mode, outcome) (rate(kvobs_loads_total{outcome="ok"}[5m])) > 0)
-              )
-            and increase(kvobs_load_duration_seconds_count[5m]) >= __few_loads__
-            unless ignoring (connector, mode)
-              max without (connector) (connector:kvobs_scheduler_seconds:rate5m) > __blocked_share__
+            connector_mode:kvobs_slow_loads:median_rate2m
+            or last_over_time(connector_mode:kvobs_slow_loads:median_rate2m[8m])
+            and ignoring (connector, mode) engine:kvobs_start_time_seconds:same10m
+            or last_over_time(connector_mode:kvobs_slow_loads:p99_rate5m[15m])
+            and count_over_time(connector_mode:kvobs_slow_loads:p99_rate5m[15m:30s]) > 20
+            and ignoring (connector, mode) engine:kvobs_start_time_seconds:same10m
         """,
-        hold="10m",
-        keep="5m",
+        hold="0m",
         summary="Loads from a KV connector are slow.",
-        description="The p99 of {{ $labels.mode }} loads from {connector} is about {{ $value | humanizeDuration }} "
+        description="Most {{ $labels.mode }} loads from {connector}, or one in a hundred for ten minutes, take about "
+        "{{ $value | humanizeDuration }} or longer "
         "(thresholds: __slow_load_s__ s, and __slow_load_s_per_1k_tokens__ s per 1000 tokens of an average load). "
         "Requests wait that long for their first token.",
     ),
@@ -343,18 +307,12 @@ CONNECTORS = (
         severity=Severity.WARNING,
         about=CONNECTOR,
         board="kvobs-slow-loads",
-        # For the tokens that are loaded, so that longer contexts are not slower. Short loads may vary.
         expr="""
-            connector:kvobs_load_seconds_per_token:rate5m
-            / (avg_over_time(connector:kvobs_load_seconds_per_token:rate5m[1h] offset 1d) > 0) > __slowed_times__
-            and sum without (mode) (rate(kvobs_load_duration_seconds_sum[5m]))
-            / (sum without (mode) (rate(kvobs_load_duration_seconds_count[5m])) > 0) > 0.1
-            and sum without (mode) (increase(kvobs_load_duration_seconds_count[5m])) >= __few_loads__
-            unless ignoring (connector)
-              max without (connector) (connector:kvobs_scheduler_seconds:rate5m) > __blocked_share__
+            last_over_time(connector:kvobs_slowed_loads:ratio_rate2m[5m])
+            and count_over_time(connector:kvobs_slowed_loads:ratio_rate2m[10m:30s]) > 5
+            and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
-        hold="15m",
-        keep="5m",
+        hold="0m",
         summary="Loads from a KV connector take several times as long as a day ago.",
         description="Loads from {connector} take {{ $value | humanize }} times as long as a day ago, for the same "
         "number of tokens.",
@@ -373,18 +331,17 @@ CONNECTORS = (
                 sum without (mode) (rate(kvobs_load_duration_seconds_sum{mode="async"}[15m]))
                 / (clamp_min(max without (kind) (max_over_time(kvobs_in_flight{kind="load"}[15m])), 1) > 0),
                 1
-              ) * kvobs_link_bytes_per_second > 0
+              ) * last_over_time(kvobs_link_bytes_per_second[5m]) > 0
             ) < __link_share__
             and increase(kvobs_load_bytes_total[15m])
               / (sum without (mode, outcome) (increase(kvobs_loads_total{mode="async",outcome="ok"}[15m])) > 0)
-              > 0.1 * __link_share__ * kvobs_link_bytes_per_second
+              > 0.1 * __link_share__ * last_over_time(kvobs_link_bytes_per_second[5m])
             and sum without (mode, outcome) (increase(kvobs_loads_total{mode="async",outcome="ok"}[15m]))
               >= __few_transfers__
-            unless ignoring (connector)
-              max without (connector) (connector:kvobs_scheduler_seconds:rate5m) > __blocked_share__
+            and ignoring (connector) engine:kvobs_start_time_seconds:same10m
+            unless ignoring (connector) engine:kvobs_scheduler_seconds:late_rate2m
         """,
         hold="15m",
-        keep="5m",
         summary="Loads from a KV connector use a small part of its link.",
         description="While they were in progress, loads from {connector} used at most "
         "{{ $value | humanizePercentage }} of its links (link_gbps) in the last fifteen minutes. Check that they go by "
@@ -396,7 +353,10 @@ CONNECTORS = (
         about=CONNECTOR,
         board="kvobs-connector",
         # A missed scrape must not reset the alert's `for`.
-        expr='last_over_time(kvobs_oldest_in_flight_seconds{kind="save"}[2m]) > __save_age_s__',
+        expr="""
+            last_over_time(kvobs_oldest_in_flight_seconds{kind="save"}[2m]) > __save_age_s__
+            and ignoring (connector, kind) engine:kvobs_start_time_seconds:same2m
+        """,
         hold="5m",
         summary="Saves hold the blocks of finished requests for a long time.",
         description="The oldest promised save of {connector} has been in progress for {{ $value | humanizeDuration }}. "
@@ -410,6 +370,7 @@ CONNECTORS = (
         expr="""
             sum without (outcome) (increase(kvobs_saves_total{outcome="ok"}[15m])) >= __few_transfers__
             and sum without (type, medium) (increase(kvobs_kv_events_total{type="stored"}[15m])) == 0
+            and ignoring (connector) engine:kvobs_start_time_seconds:same10m
         """,
         hold="10m",
         summary="A KV connector has stopped publishing what it stores.",
@@ -429,9 +390,9 @@ CONNECTORS = (
               )
             and ignoring (rank) connector:kvobs_rank_skew_seconds:mean_rate15m > __rank_skew_s__
             and ignoring (rank) sum without (rank) (increase(kvobs_slowest_rank_total[15m])) >= __few_transfers__
+            and ignoring (connector, rank) engine:kvobs_start_time_seconds:same10m
         """,
         hold="10m",
-        keep="5m",
         summary="One rank takes longest in most loads and saves.",
         description="Rank {{ $labels.rank }} took longest in {{ $value | humanizePercentage }} of loads and saves of "
         "{connector} in the last fifteen minutes; all other ranks waited for it.",
@@ -446,6 +407,7 @@ CONNECTORS = (
             / (sum without (mode, outcome) (increase(kvobs_loads_total{outcome=~"ok|failed"}[5m])) > 0)
               > __slower_share__
             and sum without (mode, outcome) (increase(kvobs_loads_total{outcome=~"ok|failed"}[5m])) >= __few_loads__
+            and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
         hold="30m",
         summary="Most loads from a KV connector take longer than computing.",
@@ -462,6 +424,7 @@ CONNECTORS = (
             connector:kvobs_unused_hit_tokens:ratio_rate5m > __unused_hit_share__
             and rate(kvobs_offered_tokens_total[5m]) >= __few_tokens__
             and rate(kvobs_admitted_tokens_total[5m]) > 0
+            and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
         hold="30m",
         summary="Hit tokens are recomputed because another connector was chosen.",

@@ -28,11 +28,11 @@ INCIDENTS = (
         board="kvobs-connector",
         # What is called once, such as the registration of a large cache, may take long.
         expr="""
-            kvobs_call_in_progress_seconds > __call_age_s__
-            unless kvobs_call_in_progress_seconds{hook="other"}
+            max_over_time(kvobs_call_in_progress_seconds[2m]) > __call_age_s__
+            unless max_over_time(kvobs_call_in_progress_seconds{hook="other"}[2m])
+            and ignoring (hook, connector, rank) engine:kvobs_start_time_seconds:same2m
         """,
         hold="0m",
-        keep="2m",
         summary="A call into a KV connector does not return: the engine stands still.",
         description="{{ $labels.hook }} of {connector} has been in progress for {{ $value | humanizeDuration }} (rank: "
         "{{ $labels.rank }}). No step runs until it returns: all requests of this engine wait.",
@@ -69,7 +69,7 @@ INCIDENTS = (
             )
         """,
         hold="0m",
-        keep="2m",
+        keep="1m",
         summary="Requests whose loads have finished are not resumed, and no other runs.",
         description="On {engine} no step computes anything, and a request whose load has finished"
         "{{ with $labels.connector }} ({{ . }}) has waited for {{ $value | humanizeDuration }}"
@@ -80,9 +80,11 @@ INCIDENTS = (
         severity=Severity.CRITICAL,
         about=CONNECTOR,
         board="kvobs-connector",
-        expr='kvobs_oldest_in_flight_seconds{kind="load"} > __load_age_s__',
+        expr="""
+            max_over_time(kvobs_oldest_in_flight_seconds{kind="load"}[2m]) > __load_age_s__
+            and ignoring (connector, kind) engine:kvobs_start_time_seconds:same2m
+        """,
         hold="0m",
-        keep="2m",
         summary="A load does not finish: its request waits.",
         description="The oldest load of {connector} has been in progress for {{ $value | humanizeDuration }}. Its "
         "request waits until all ranks have reported it.",
@@ -97,7 +99,9 @@ INCIDENTS = (
         expr=f"""
             (
               sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[90s]))
+              and ignoring (connector) engine:kvobs_start_time_seconds:same2m
               or sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[5m]))
+              and ignoring (connector) engine:kvobs_start_time_seconds:same5m
             ) > __blocked_share__
             unless (
               sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[5m]))
@@ -112,7 +116,7 @@ INCIDENTS = (
             )
         """,
         hold="0m",
-        keep="2m",
+        keep="1m",
         summary="An engine spends most of its time in calls into a KV connector.",
         description="The scheduler spent {{ $value | humanizePercentage }} of the last 90 seconds in calls into "
         "{connector}. No step runs during such a call: all requests of this engine wait.",

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from dashboards.promql import SCHEDULER_CALLS
+from kvobs.schema.verdicts import POLL_S
 
 SOON, INTERVAL = "15s", "30s"
 """How often rules are evaluated: those about an engine that stands still, and all others."""
@@ -49,7 +50,8 @@ class Alert:
     hold: str
     """How long its condition is true before it fires: Prometheus's ``for``."""
     keep: str = ""
-    """How long it fires after its condition has ended, where conditions come and go."""
+    """How long it fires after its condition has ended. It outlives its engine by as much: where conditions come and
+    go, the query has windows instead, and ends with the engine's life."""
     summary: str
     description: str
 
@@ -75,11 +77,63 @@ class Alert:
 
 
 RECORDINGS = {
+    # Engines that have been the same for so long, or since they are known; a missed scrape, or an exporter that starts
+    # again, does not end them. What a query with such a window, or a longer one, finds is of no engine before them.
+    "engine:kvobs_start_time_seconds:same2m": """
+        last_over_time(kvobs_start_time_seconds[90s]) == min_over_time(kvobs_start_time_seconds[2m])
+    """,
+    "engine:kvobs_start_time_seconds:same5m": """
+        last_over_time(kvobs_start_time_seconds[90s]) == min_over_time(kvobs_start_time_seconds[5m])
+    """,
+    "engine:kvobs_start_time_seconds:same10m": """
+        last_over_time(kvobs_start_time_seconds[90s]) == min_over_time(kvobs_start_time_seconds[10m])
+    """,
     "connector_outcome:kvobs_lookups:rate5m": "rate(kvobs_lookups_total[5m])",
     "connector_outcome:kvobs_loads:rate5m": "sum without (mode) (rate(kvobs_loads_total[5m]))",
+    # An engine that has just replaced another has its own loads only: all that it counted.
     "connector:kvobs_failed_loads:ratio_rate5m": """
         sum without (mode, outcome) (rate(kvobs_loads_total{outcome="failed"}[5m]))
         / (sum without (mode, outcome) (rate(kvobs_loads_total{outcome=~"ok|failed"}[5m])) > 0)
+        and ignoring (connector) engine:kvobs_start_time_seconds:same5m
+        or (
+          sum without (mode, outcome) (
+            kvobs_loads_total{outcome="failed"}
+            and (
+              timestamp(kvobs_loads_total{outcome="failed"})
+              >= ignoring (connector, mode, outcome) group_left () timestamp(kvobs_start_time_seconds)
+            )
+          )
+          / (sum without (mode, outcome) (kvobs_loads_total{outcome=~"ok|failed"}) > 0)
+          unless ignoring (connector) engine:kvobs_start_time_seconds:same5m
+        )
+    """,
+    # Few loads, of hours: two samples of each series are read, where an increase reads all. A good load hides failures
+    # for two hours, and one that fails each hour is seen in six.
+    "connector_outcome:kvobs_loads:increase6h": """
+        sum without (mode) (
+          kvobs_loads_total - kvobs_loads_total offset 6h
+          and ignoring (connector, mode, outcome) (kvobs_start_time_seconds == kvobs_start_time_seconds offset 6h)
+          or kvobs_loads_total
+        )
+    """,
+    "connector_outcome:kvobs_loads:increase2h": """
+        sum without (mode) (
+          kvobs_loads_total - kvobs_loads_total offset 2h
+          and ignoring (connector, mode, outcome) (kvobs_start_time_seconds == kvobs_start_time_seconds offset 2h)
+          or kvobs_loads_total
+        )
+    """,
+    "connector:kvobs_failing_loads:ratio_rate5m": """
+        connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
+        and sum without (mode, outcome) (increase(kvobs_loads_total{outcome="failed"}[15m])) >= __few_failed__
+        or (
+          (sum without (outcome) (connector_outcome:kvobs_loads:increase6h{outcome="failed"}) >= 3)
+          / sum without (outcome) (connector_outcome:kvobs_loads:increase6h{outcome=~"ok|failed"})
+        ) == 1
+        or (
+          (sum without (outcome) (connector_outcome:kvobs_loads:increase2h{outcome="failed"}) >= 3)
+          / sum without (outcome) (connector_outcome:kvobs_loads:increase2h{outcome=~"ok|failed"})
+        ) == 1
     """,
     "connector:kvobs_call_errors:rate5m": "sum without (hook, error_type) (rate(kvobs_call_errors_total[5m]))",
     "connector_mode:kvobs_load_duration_seconds:p99_rate5m": (
@@ -91,11 +145,68 @@ RECORDINGS = {
         sum without (reason) (rate(kvobs_unused_hit_tokens_total{reason="other_chosen"}[5m]))
         / (rate(kvobs_offered_tokens_total[5m]) > 0)
     """,
-    "connector:kvobs_scheduler_seconds:rate5m": (
-        f'sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[5m]))'
-    ),
-    "connector:kvobs_load_seconds_per_token:rate5m": """
-        sum without (mode) (rate(kvobs_load_duration_seconds_sum[5m])) / (rate(kvobs_load_tokens_total[5m]) > 0)
+    # Quick calls on engines that compute nothing while requests wait are polling.
+    "connector:kvobs_scheduler_seconds:rate2m": f"""
+        sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[2m]))
+        and ignoring (connector) engine:kvobs_start_time_seconds:same2m
+        unless (
+          sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[2m]))
+          / (sum without (hook) (rate(kvobs_call_duration_seconds_count{{hook=~"{SCHEDULER_CALLS}"}}[2m])) > 0)
+          < {POLL_S}
+          and ignoring (connector, kind) (
+            kvobs_in_flight{{kind=~"lookup|load|resume"}} > 0
+            unless ignoring (connector, kind)
+              sum without (kind) (kvobs_step_seconds_total)
+              != sum without (kind) (kvobs_step_seconds_total offset 90s)
+          )
+        )
+    """,
+    # Engines all of whose loads are late, because a connector blocks the scheduler, or its calls there are slow.
+    "engine:kvobs_scheduler_seconds:late_rate2m": f"""
+        max without (connector, hook) (
+          rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[2m]) > __scheduler_share__
+          unless
+            rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[2m])
+            / (rate(kvobs_call_duration_seconds_count{{hook=~"{SCHEDULER_CALLS}"}}[2m]) > 0) < 0.1
+        )
+        or max without (connector) (connector:kvobs_scheduler_seconds:rate2m) > __blocked_share__
+    """,
+    # What is slow is slow for the tokens of an average load, too: long contexts take long.
+    "connector_mode:kvobs_slow_loads:p99_rate5m": """
+        connector_mode:kvobs_load_duration_seconds:p99_rate5m > __slow_load_s__
+        and connector_mode:kvobs_load_duration_seconds:p99_rate5m
+          > ignoring (mode) group_left () (
+            __slow_load_s_per_1k_tokens__ / 1000 * rate(kvobs_load_tokens_total[5m])
+            / (sum without (mode, outcome) (rate(kvobs_loads_total{outcome="ok"}[5m])) > 0)
+          )
+        and increase(kvobs_load_duration_seconds_count[5m]) >= __few_loads__
+        and ignoring (connector, mode) engine:kvobs_start_time_seconds:same5m
+        unless ignoring (connector, mode) engine:kvobs_scheduler_seconds:late_rate2m
+    """,
+    # Most loads of two minutes: a burst of slow ones is soon in the minority, and a change is seen after a minute.
+    "connector_mode:kvobs_slow_loads:median_rate2m": """
+        histogram_quantile(0.5, rate(kvobs_load_duration_seconds_bucket[2m])) > __slow_load_s__
+        and histogram_quantile(0.5, rate(kvobs_load_duration_seconds_bucket[2m]))
+          > ignoring (mode) group_left () (
+            __slow_load_s_per_1k_tokens__ / 1000 * rate(kvobs_load_tokens_total[2m])
+            / (sum without (mode, outcome) (rate(kvobs_loads_total{outcome="ok"}[2m])) > 0)
+          )
+        and increase(kvobs_load_duration_seconds_count[5m]) >= __few_loads__
+        and ignoring (connector, mode) engine:kvobs_start_time_seconds:same2m
+        unless ignoring (connector, mode) engine:kvobs_scheduler_seconds:late_rate2m
+    """,
+    # For the tokens that are loaded, so that longer contexts are not slower.
+    "connector:kvobs_load_seconds_per_token:rate2m": """
+        sum without (mode) (rate(kvobs_load_duration_seconds_sum[2m])) / (rate(kvobs_load_tokens_total[2m]) > 0)
+    """,
+    # As many times as long as a day ago; short loads may vary.
+    "connector:kvobs_slowed_loads:ratio_rate2m": """
+        connector:kvobs_load_seconds_per_token:rate2m
+        / (avg_over_time(connector:kvobs_load_seconds_per_token:rate2m[1h] offset 1d) > 0) > __slowed_times__
+        and sum without (mode) (rate(kvobs_load_duration_seconds_sum[2m]))
+        / (sum without (mode) (rate(kvobs_load_duration_seconds_count[2m])) > 0) > 0.1
+        and sum without (mode) (increase(kvobs_load_duration_seconds_count[5m])) >= __few_loads__
+        unless ignoring (connector) engine:kvobs_scheduler_seconds:late_rate2m
     """,
     "connector_rank:kvobs_slowest_rank:ratio_rate15m": """
         rate(kvobs_slowest_rank_total[15m])
@@ -106,9 +217,9 @@ RECORDINGS = {
         / (sum without (kind) (rate(kvobs_rank_skew_seconds_count[15m])) > 0)
     """,
     # How often something rare happened, here and in alerts. A series begins with its first event, which no increase
-    # shows. It counts as a whole if the engine is younger than the window (and it is not of the engine before); or if
-    # it began within the window, while the engine was scraped. A Prometheus that is new or was away sees both begin at
-    # the same time: such events are old.
+    # shows. It counts as a whole if the engine is younger than the window (what is of the engine before does not); or
+    # if it began within the window, while the engine was scraped. A Prometheus that is new or was away sees both begin
+    # at the same time: such events are old.
     "connector_rank:kvobs_stuck_transfers:increase15m": """
         (
           kvobs_stuck_transfers_total
@@ -118,11 +229,17 @@ RECORDINGS = {
           )
           and (
             kvobs_stuck_transfers_total
-            and ignoring (connector, rank) (kvobs_start_time_seconds > time() - 900)
+            and ignoring (connector, rank) (
+              kvobs_start_time_seconds > time() - 900
+              or kvobs_start_time_seconds > min_over_time(kvobs_start_time_seconds[15m])
+            )
             or count_over_time(kvobs_stuck_transfers_total[15m])
             < ignoring (connector, rank) group_left () count_over_time(kvobs_start_time_seconds[15m])
           )
           or increase(kvobs_stuck_transfers_total[15m])
+          and ignoring (connector, rank) (
+            kvobs_start_time_seconds == min_over_time(kvobs_start_time_seconds[15m])
+          )
         )
     """,
     "engine:kvobs_self_seconds:rate5m": "sum without (where) (rate(kvobs_self_seconds_total[5m]))",

@@ -86,14 +86,19 @@ TELEMETRY = (
               )
               and (
                 kvobs_internal_errors_total
-                and ignoring (where) (kvobs_start_time_seconds > time() - 900)
+                and ignoring (where) (
+                  kvobs_start_time_seconds > time() - 900
+                  or kvobs_start_time_seconds > min_over_time(kvobs_start_time_seconds[15m])
+                )
                 or count_over_time(kvobs_internal_errors_total[15m])
                 < ignoring (where) group_left () count_over_time(kvobs_start_time_seconds[15m])
               )
               or increase(kvobs_internal_errors_total[15m])
+              and ignoring (where) (kvobs_start_time_seconds == min_over_time(kvobs_start_time_seconds[15m]))
             ) > 0
         """,
         hold="1m",
+        keep="1m",
         summary="Internal errors in kvobs's telemetry.",
         description="{{ $value | humanize }} contained errors in {{ $labels.where }} in the last fifteen minutes on "
         "{engine}. Numbers or spans are lost; serving is not affected.",
@@ -102,7 +107,10 @@ TELEMETRY = (
         name="KvobsTelemetryDropping",
         severity=Severity.WARNING,
         about=ENGINE,
-        expr="engine:kvobs_spans_dropped:rate5m > __spans_dropped__",
+        expr="""
+            engine:kvobs_spans_dropped:rate5m > __spans_dropped__
+            and engine:kvobs_start_time_seconds:same5m
+        """,
         hold="10m",
         summary="Spans of KV transfers are lost.",
         description="{{ $value | humanize }} spans a second are lost on {engine}. Traces have gaps; metrics are "
@@ -121,7 +129,9 @@ TELEMETRY = (
               )
               or sum without (where) (rate(kvobs_self_seconds_total{where=~"record|flush"}[5m]))
             ) > __self_share__
+            and engine:kvobs_start_time_seconds:same5m
             or sum without (where) (rate(kvobs_self_seconds_total{where=~"merge|apply|cut"}[5m])) > __self_share__
+            and engine:kvobs_start_time_seconds:same5m
         """,
         hold="15m",
         summary="kvobs's telemetry uses much CPU time.",

@@ -86,8 +86,9 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     ),
     "ConnectorErrors": lambda _: "a connector raised an exception",
     "LoadsSlow": lambda site: (
-        f"1 load in 100 takes more than {site.slow_load_s:.2f} s, and {site.slow_load_s_per_1k_tokens:g} s per 1000 "
-        f"tokens of an average load, of at least {site.few_loads} in 5 minutes"
+        f"most loads of 2 minutes, or 1 in 100 for 10 of 15 minutes, take more than {site.slow_load_s:.2f} s, and "
+        f"{site.slow_load_s_per_1k_tokens:g} s per 1000 tokens of an average load, of at "
+        f"least {site.few_loads} in 5 minutes"
     ),
     "LoadsSlowed": lambda site: (
         f"loads take more than {site.slowed_times:g} times as long as a day ago, for the same number of tokens, and "

@@ -18,7 +18,7 @@ from dashboards.rules import CONNECTOR, DOUBLED, ENGINE, FLEET, JOB, SOON, TARGE
 from dashboards.site import RUNBOOK, Site
 from kvobs.schema.signals import SIGNALS, Scope
 from tests.support.promtool import promtool
-from tests.unit.dashboards.scenes import SCENES, SUBJECTS
+from tests.unit.dashboards.scenes import SCENES, SUBJECTS, times
 from tests.unit.dashboards.scenes.scene import BUILD, OLD, START, UP, Fires, Scenes, Series
 from tests.unit.dashboards.scenes.waiting import CALL, ENDED, OLDEST_LOAD, not_resumed, scheduler_times
 from tests.unit.dashboards.scenes.worth import stored
@@ -231,6 +231,25 @@ def test_all_that_stops_an_engine_is_in_time() -> None:
     assert all(BY_NAME[name].severity is Severity.CRITICAL for name in IN_TIME)
 
 
+def test_alerts_begin_and_end_in_time_and_no_other_fires(tmp_path: Path) -> None:
+    """Each scene is of a cluster of its own."""
+    places = {name: [{"cluster": name}] for name in times.SCENES}
+    places |= {f"{name}, a pair": [{"cluster": f"{name}, a pair", "replica": r} for r in "ab"] for name in times.PAIRS}
+    series = merged(
+        engine(times.SCENES[name.removesuffix(", a pair")][0], of) for name, several in places.items() for of in several
+    )
+    asked = []
+    for name in places:
+        expected_at = times.SCENES[name.removesuffix(", a pair")][1]
+        for minute in range(1, times.MINUTES):
+            may = [a for a, (a0, by, until, over) in expected_at.items() if a0 < minute < by or until < minute < over]
+            must = [a for a, (_, by, until, _) in expected_at.items() if by <= minute <= until]
+            firing = f'ALERTS{{alertstate="firing",cluster="{name}",alertname!~"{"|".join(may)}"}}'
+            found = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in must]
+            asked.append({"expr": f"group by (alertname) ({firing})", "eval_time": f"{minute}m", "exp_samples": found})
+    passes([{**case(series, []), "promql_expr_test": asked}], tmp_path, interval="30s")
+
+
 def test_a_scene_that_should_fire_and_does_not_is_found(tmp_path: Path) -> None:
     name = "KvobsConnectorFailing"
     alert, scenes = BY_NAME[name], SCENES[name]
@@ -293,7 +312,7 @@ def with_labels(series: Series, labels: Mapping[str, str]) -> dict[str, str]:
             for label in (*has, "cluster", "replica")
             if label in labels and f'{label}="' not in own
         ]
-        made[f"{metric}{{{','.join([*shown, *filter(None, [own.rstrip('}')])])}}}"] = values
+        made[f"{metric}{{{','.join([*shown, *filter(None, [own.strip(',}')])])}}}"] = values
     return made
 
 
@@ -410,7 +429,7 @@ def run(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str
         for group in alerting:
             group["rules"] = [rule for rule in group["rules"] if rule["alert"] == name]
         (alert,) = [rule for group in alerting for rule in group["rules"]]
-        recording["rules"] = [rule for rule in recording["rules"] if rule["record"] in alert["expr"]]
+        recording["rules"] = read_by(alert["expr"], recording["rules"])
         if before := SCENES[name].day_before:
             tests, interval = [a_day_later(before, one) for one in tests], "5m"  # a day has many minutes
     # JSON is YAML, and written in a tenth of the time.
@@ -424,3 +443,13 @@ def run(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str
     }
     (folder / "tests.json").write_text(json.dumps(content))
     return promtool("test", "rules", folder / "tests.json")
+
+
+def read_by(expr: str, recording: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the recording rules that a query reads, and those that they read: each comes after what it reads."""
+    read = []
+    for rule in reversed(recording):
+        if rule["record"] in expr:
+            read.append(rule)
+            expr += rule["expr"]
+    return read[::-1]

@@ -26,6 +26,8 @@ RULE_OF = {rule["alert"]: rule for rule in RULES if "alert" in rule}
 RECORDED = {rule["record"]: rule["expr"] for rule in RULES if "record" in rule}
 FOLDER = Path(__file__).parents[3] / "dashboards"
 NAMES = pytest.mark.parametrize("name", BY_NAME)
+COUNTED = ("ConnectorBlocksScheduler", "ConnectorFailing", "LoadsSlow", "LoadsSlowed", "RequestsFailing")
+"""Alerts whose queries count for how long: a missed scrape begins nothing anew."""
 
 
 def test_the_file_is_the_groups_and_promtool_takes_it() -> None:
@@ -46,7 +48,7 @@ def test_an_alert_says_all_that_it_must(name: str) -> None:
     assert name.startswith("Kvobs")
     # Wrong answers and an engine's end can't wait for a second evaluation; an age is a duration already.
     at_once = ("CorruptLoads", "FailedSyncLoads", "EngineEnded", "CallHangs", "RequestsNotResumed", "LoadUnfinished",
-               "ConnectorBlocksEngine", "LookupUnanswered")  # fmt: skip
+               "ConnectorBlocksEngine", "LookupUnanswered", *COUNTED)  # fmt: skip
     assert re.fullmatch("0m" if name.removeprefix("Kvobs") in at_once else r"[1-9]\d*[mh]", alert["for"])
     assert re.fullmatch(r"[1-9]\d*m", alert.get("keep_firing_for", "1m"))
     assert alert["labels"] == {"severity": str(BY_NAME[name].severity)}
@@ -102,8 +104,9 @@ def test_recorded_names_say_level_metric_and_operation() -> None:
     known = {re.sub(r"_total$|_timestamp_seconds$", "", signal.name) for signal in SIGNALS}
     for record in RECORDED:
         level, metric, operation = record.split(":")
-        assert metric in known | {"kvobs_failed_loads", "kvobs_load_seconds_per_token", "kvobs_scheduler_seconds"}
-        assert re.fullmatch(r"(ratio_|p99_|mean_)?rate\d+m|increase\d+m", operation)
+        assert metric in known | {"kvobs_load_seconds_per_token", "kvobs_scheduler_seconds", *(
+            f"kvobs_{which}_loads" for which in ("failed", "failing", "slow", "slowed"))}  # fmt: skip
+        assert re.fullmatch(r"((ratio|p99|median|mean|late)_)?rate\d+m|increase\d+[mh]|same\d+m", operation)
         assert level.split("_")[0] in {"connector", "engine"}
 
 
@@ -165,7 +168,7 @@ def labels_after(node: Any) -> set[str]:
     kind, found = type(node).__name__, set[str]()
     if kind in ("VectorSelector", "MatrixSelector"):
         found = labels_of(getattr(node, "vector_selector", node).name)
-    elif kind in ("ParenExpr", "UnaryExpr"):
+    elif kind in ("ParenExpr", "UnaryExpr", "SubqueryExpr"):
         found = labels_after(node.expr)
     elif kind == "AggregateExpr":
         inner, listed = labels_after(node.expr), set(node.modifier.labels) - {"cluster"}

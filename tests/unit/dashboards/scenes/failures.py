@@ -1,6 +1,6 @@
 """Scenes of loads that fail, of exceptions and of quarantine."""
 
-from tests.unit.dashboards.scenes.scene import OF_CHILD, UP, Fires, Scenes, Series, rare
+from tests.unit.dashboards.scenes.scene import OF_CHILD, OLD, START, UP, Fires, Scenes, Series, rare
 
 ONE_IN_FOUR_MINUTES = " ".join(f"{number}x7" for number in range(50))
 
@@ -51,7 +51,8 @@ def engines(policy: str, *numbers: tuple[str, str]) -> Series:
     found: dict[str, str] = {}
     for place, (failed, ok) in enumerate(numbers):
         other = f',instance="gpu-{100 + place}:8000"}}' if place else "}"  # beyond those of any test
-        found |= {name.replace("}", other): values for name, values in loads(failed, ok, policy).items()}
+        started = {f"{START}{{}}": f"{OLD}x400"} if len(numbers) > 1 else {}
+        found |= {name.replace("}", other): values for name, values in {**loads(failed, ok, policy), **started}.items()}
     return found
 
 

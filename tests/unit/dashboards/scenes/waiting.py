@@ -9,7 +9,6 @@ OLDEST_RESUME = OLDEST.replace("save", "resume")
 STEPS = 'kvobs_step_seconds_total{kind="decode"}'
 LOADED, RUNNING = 'vllm:num_requests_kv_fetch_by_stage{stage="completed_waiting"}', "vllm:num_requests_running"
 ASKED = {'kvobs_in_flight{kind="lookup"}': "4+0x400"}
-IN_CALLS = f"in calls into {OF_CHILD}. No step runs during such a call"
 STUCK = 'kvobs_stuck_transfers_total{rank="1"}'
 RANK_1 = {"rank": "1"}
 STUCK_SAYS = (
@@ -50,8 +49,7 @@ def scheduler_times(lookups: str, steps: str = "0+0.3x400", of_a_worker: str = "
     }
 
 
-def scheduler_share(healthy: str, bad: str, share: str, span: str, therefore: str, *quiet: Series) -> Scenes:
-    says = f"The scheduler spent {share} of the last {span} {IN_CALLS}{therefore}"
+def scheduler_share(healthy: str, bad: str, says: str, *quiet: Series) -> Scenes:
     return Scenes(
         healthy=scheduler_times(healthy),
         fires=(Fires({**scheduler_times(f"0{bad}x100"), **ASKED, STEPS: "0+1x100"}, "20m", says),),
@@ -166,11 +164,14 @@ SCENES = {
         OLDEST_LOOKUP,
     ),
     "KvobsConnectorBlocksEngine": scheduler_share(
-        "0+0.3x400", "+18", "61%", "90 seconds", ": all requests of this engine wait.", scheduler_times("0+12x400"),
+        "0+0.3x400", "+18", f"The scheduler spent 61% of the last 90 seconds in calls into {OF_CHILD}. No step runs "
+        "during such a call: all requests of this engine wait.", scheduler_times("0+12x400"),
         scheduler_times("0+0.3x40 12+18x1 48+0.3x300"),  # half a minute of it
     ),
     "KvobsConnectorBlocksScheduler": scheduler_share(
-        "0+0.3x400", "+6", "21%", "five minutes", ".",
+        "0+0.3x400", "+6", f"The scheduler spends 21% of its time in calls into {OF_CHILD}, and for more than five of "
+        "the last ten minutes too much. No step runs during such a call.",
+        scheduler_times("0+0.3x40 12+9x5 57+0.3x300"),  # 30 % for three minutes
         scheduler_times("0+0.3x40 12+18x2 48+0.3x300"),  # a minute of it
         scheduler_times("0+0.3x400", of_a_worker="0+100x400"),
     ),
