@@ -1,5 +1,6 @@
 """Verified loads of every connector that stores: nothing is blamed where all is right, and every fault is found."""
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.connectors.offloading import Offloading
 from tests.connectors.simple_cpu import SimpleCPU
 from tests.support.rig import forget_unused
 
+LIVES = int(os.environ.get("KVOBS_LIVES", "4"))
+"""Of each connector and runner; 200 are 100,000 blocks, and take half an hour."""
 SHARE = {"verify": {"share": 1.0}}
 
 
@@ -34,14 +37,13 @@ def outcomes(engine: Engine) -> dict[str, Counter[str]]:
 def test_no_block_of_a_right_connector_is_blamed(name: str, is_v2: bool) -> None:
     settings: dict[str, Any] = {"blocks": 20, **SETTINGS.get(name, {})}
     total: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in range(LIVES):
         with pytest.MonkeyPatch.context() as patch:
-            engine = build("kvobs", [make(name, seed)], patch, is_v2=is_v2, kvobs=SHARE, **settings)
-            ending = live(engine, seed)
-        print(name, seed, outcomes(engine), ending.loaded, ending.faults)
+            plug = make(name, seed, fail_rate=0.0 if seed % 4 else 0.2)
+            engine = build("kvobs", [plug], patch, is_v2=is_v2, kvobs=SHARE, **settings)
+            live(engine, seed)
         total += outcomes(engine)[name]
-    assert total["mismatch"] == total["lossy"] == 0
-    assert total["match"] > 0
+    assert set(total) == {"match"}, total
 
 
 def host_pages(plug: Any, rank: int = 0) -> list[Any]:
