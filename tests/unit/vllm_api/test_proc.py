@@ -80,7 +80,11 @@ def test_a_process_whose_memory_is_being_freed_runs_no_more_and_a_signal_or_a_de
 
 
 def test_each_server_has_a_launch_that_its_next_life_has_too() -> None:
-    lives = [subprocess.Popen([sys.executable, "-c", "input()", port], stdin=subprocess.PIPE) for port in "112"]
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    lives = [subprocess.Popen([*command, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for port in "112"]
+    for life in lives:
+        assert life.stdout is not None
+        life.stdout.read(1)  # the kernel has its command line a moment after the process has begun
     first, second, other = (proc.launch(life.pid) for life in lives)
     for life in lives:
         life.communicate(b"\n")
