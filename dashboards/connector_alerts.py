@@ -7,7 +7,7 @@ no engine has enough of: what the engines share has failed.
 
 from __future__ import annotations
 
-from dashboards.rules import CONNECTOR, FLEET, Alert, Severity
+from dashboards.rules import CONNECTOR, ENGINE, FLEET, Alert, Severity
 from kvobs.schema.verdicts import SERVES_OTHERS, UNSERVED_H
 
 CONNECTORS = (
@@ -280,6 +280,42 @@ CONNECTORS = (
         summary="A KV connector raises exceptions.",
         description="{connector} raised {{ $value | humanize }} exceptions in the last fifteen minutes. If it is not "
         "in the option isolate, one exception can end the engine.",
+    ),
+    Alert(
+        name="KvobsLoadsHideFailures",
+        severity=Severity.WARNING,
+        about=ENGINE,
+        board="kvobs-connector",
+        # The connectors' own metrics, which may be of another target on the same host.
+        expr="""
+            label_replace(
+              group without (version, vllm_version, native) (kvobs_build_info),
+              "host", "$1", "instance", "(.+?)(:[0-9]+)?"
+            )
+            * on (__cluster__, host, model_name, engine) group_left () (
+              sum by (__cluster__, host, model_name, engine) (
+                label_replace(
+                  increase({__name__=~"vllm[:_]nixl_num_notifications_after_expiry_total"}[15m]) > 0
+                  or increase({__name__=~"vllm[:_]nixl_num_failed_transfers_total"}[15m]) > 0
+                  or ignoring (operation, status) sum without (operation, status) (
+                    increase({__name__=~"vllm[:_]mooncake_store_operation_failed_keys_total",operation="load_get"}[15m])
+                  ) > 0,
+                  "host", "$1", "instance", "(.+?)(:[0-9]+)?"
+                )
+              )
+              unless on (__cluster__, host, model_name, engine) (
+                sum by (__cluster__, host, model_name, engine) (
+                  label_replace(
+                    increase(kvobs_loads_total{outcome="failed"}[15m]), "host", "$1", "instance", "(.+?)(:[0-9]+)?"
+                  )
+                ) > 0
+              )
+            )
+        """,
+        hold="5m",
+        summary="A KV connector counts failures, and no load fails.",
+        description="NIXL or Mooncake counted {{ $value | humanize }} failed transfers, keys, or reads after a lease's "
+        "end in the last fifteen minutes on {engine}, and no load failed. Loads may have brought wrong bytes.",
     ),
     Alert(
         name="KvobsLoadsSlow",

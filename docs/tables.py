@@ -62,6 +62,9 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
         "hours"
     ),
     "FailedSyncLoads": lambda _: "a synchronous load failed: other connectors may hold blocks that were never loaded",
+    "LoadsHideFailures": lambda _: (
+        "NIXL or Mooncake counts failures, or reads after a lease's end, and no load has failed in 15 minutes"
+    ),
     "CorruptLoads": lambda _: "a verified block has other bytes than were computed for its tokens",
     "StuckTransfers": lambda _: (
         "a rank has not reported loads or saves that other ranks have finished; for as long as they are unfinished"

@@ -128,7 +128,7 @@ def test_a_query_for_what_does_not_exist_is_found() -> None:
 
 FURTHER = {
     "KvobsStuckTransfers": {"rank"}, "KvobsSlowestRank": {"rank"}, "KvobsLoadsSlow": {"mode"},
-    "KvobsCorruptLoads": {"rank"},
+    "KvobsCorruptLoads": {"rank"}, "KvobsLoadsHideFailures": {"host"},
     "KvobsInternalErrors": {"where"}, "KvobsCallHangs": {"hook", "rank"},
     "KvobsEngineEnded": {"connector", "hook", "reason"}, "KvobsRequestsNotResumed": {"connector", "kind", "host"},
     "KvobsTelemetryStale": {"host"}, "KvobsLoadUnfinished": {"kind"}, "KvobsLookupUnanswered": {"kind"},
@@ -156,7 +156,11 @@ def labels_of(metric: str | None) -> set[str]:
     """Return the labels of a metric; one of vLLM's is selected by a pattern, without a name."""
     if metric in RECORDED:
         return {*ENGINE, *str(metric).partition(":")[0].split("_")}
-    others = {None: {*ENGINE, "stage"}, "up": {*TARGET}, "ALERTS": {*CONNECTOR, "rank", *OF_ALERTS}}
+    others = {
+        None: {*ENGINE, "operation", "stage", "status"},
+        "up": {*TARGET},
+        "ALERTS": {*CONNECTOR, "rank", *OF_ALERTS},
+    }
     if metric in others:
         return others[metric]
     parts = {s.name + part: s for s in SIGNALS for part in ("", "_bucket", "_sum", "_count")}
@@ -197,7 +201,15 @@ def labels_after_operator(node: Any, left: set[str], right: set[str]) -> set[str
 
 OF_ALL = ("le", "connector", "job", "instance", "engine", "model_name")
 OF_ALERTS = ("alertname", "alertstate", "severity")
-VLLMS = ("generation_tokens_total", "kv_cache_usage_perc", "num_requests_kv_fetch_by_stage", "num_requests_running")
+VLLMS = (
+    "mooncake_store_operation_failed_keys_total",
+    "nixl_num_failed_transfers_total",
+    "nixl_num_notifications_after_expiry_total",
+    "generation_tokens_total",
+    "kv_cache_usage_perc",
+    "num_requests_kv_fetch_by_stage",
+    "num_requests_running",
+)
 
 
 def check_query(query: str) -> None:

@@ -1,6 +1,6 @@
 """Scenes of loads that fail, of exceptions and of quarantine."""
 
-from tests.unit.dashboards.scenes.scene import OF_CHILD, OLD, START, UP, Fires, Scenes, Series, rare
+from tests.unit.dashboards.scenes.scene import BUILD, OF_CHILD, OF_ENGINE, OLD, START, UP, Fires, Scenes, Series, rare
 
 ONE_IN_FOUR_MINUTES = " ".join(f"{number}x7" for number in range(50))
 
@@ -9,6 +9,15 @@ def loads(failed: str, ok: str, policy: str = "recompute") -> Series:
     of = {"failed": failed, "ok": ok, "aborted": "0+50x400"}
     counted = {f'kvobs_loads_total{{mode="async",outcome="{outcome}"}}': values for outcome, values in of.items()}
     return {**counted, f'kvobs_connector_info{{index="0",failure_policy="{policy}"}}': UP}
+
+
+NIXL_FAILED, NIXL_EXPIRED = "vllm:nixl_num_failed_transfers_total", "vllm:nixl_num_notifications_after_expiry_total"
+MOONCAKE_FAILED = 'vllm:mooncake_store_operation_failed_keys_total{operation="load_get",status="error"}'
+
+
+def hidden(own: str, failed: str = "0+0x400", *, of: str = NIXL_FAILED) -> Series:
+    """Return a connector's own count of failures, beside its loads."""
+    return {of: own, BUILD: UP, **loads(failed, "0+9x400")}
 
 
 def failing(policy: str, ending: str) -> Scenes:
@@ -108,6 +117,24 @@ SCENES = {
         "count as good. vLLM's log names the requests.",
         {"rank": "1"},
         beside={"kvobs_connector_info": UP},
+    ),
+    "KvobsLoadsHideFailures": Scenes(
+        healthy=hidden("0+0x400"),
+        fires=tuple(
+            Fires(
+                hidden("0+0x40 1+1x300", of=counter), "27m",
+                f"NIXL or Mooncake counted 14 failed transfers, keys, or reads after a lease's end in the last "
+                f"fifteen minutes on {OF_ENGINE}, and no load failed. Loads may have brought wrong bytes.",
+                {"host": "gpu-1"},
+            )
+            for counter in (NIXL_FAILED, NIXL_EXPIRED, MOONCAKE_FAILED)
+        ),
+        ended=hidden("0+1x99 99+0x300"),
+        idle=hidden("50+0x400"),
+        quiet=(
+            hidden("0+1x400", "0+1x400"),  # they are loads that failed
+            hidden("0+1x400", of=MOONCAKE_FAILED.replace("load_get", "save_put")),
+        ),
     ),
     "KvobsEnginesFailing": many_failing("recompute", "Their tokens are recomputed."),
     "KvobsConnectorFailing": failing("recompute", "Their tokens are recomputed."),
