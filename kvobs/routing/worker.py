@@ -106,9 +106,8 @@ class WorkerSide:
         self._meta = meta = connector_metadata
         self._orders = orders = meta.orders if meta.orders is not None else NO_ORDERS
         loads = () if orders is NO_ORDERS else [(load.child, load.note) for load in orders.loads.values()]
-        if orders.closed:
+        if self.observer.wants_reports and orders is not NO_ORDERS:
             self.observer.reported(None, ReportKind.RECEIVED, orders.closed)
-        if orders.failed:
             self.observer.reported(None, ReportKind.FAILED, orders.failed)
         self.observer.step_begun(meta.note, loads)
         if self.gates is not None:
@@ -314,7 +313,8 @@ class WorkerSide:
             left_blocks[load.child] += _size(load)
         for request, load in loads.items():
             kind = ReportKind.SYNC_FAILED if request in self._failed_syncs else ReportKind.SYNC_DONE
-            self.observer.reported(load.child, kind, (request,))
+            if self.observer.wants_reports:
+                self.observer.reported(load.child, kind, (request,))
             spent_ns = left_ns[load.child] * _size(load) // left_blocks[load.child]
             left_ns[load.child] -= spent_ns
             left_blocks[load.child] -= _size(load)
@@ -361,7 +361,8 @@ class WorkerSide:
         if not requests:
             return
         now = wall_ns()
-        self.observer.reported(child.index, kind, requests)
+        if self.observer.wants_reports:
+            self.observer.reported(child.index, kind, requests)
         for request in requests:
             began_ns = self._began.pop((child.index, request), 0) if kind in ENDINGS else 0
             spent_ns = now - began_ns if began_ns else 0

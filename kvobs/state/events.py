@@ -132,6 +132,9 @@ class Annotator:
 class WorkerObserver:
     """Receives the events of a worker's steps."""
 
+    wants_reports = True
+    """Whether ``reported`` must be called."""
+
     def step_begun(self, note: Any, loads: Sequence[tuple[int, Any]]) -> None:
         """Receive an annotator's note on a step, and those on the loads that begin in it, each with its connector."""
 

@@ -142,6 +142,7 @@ class WorkerTelemetry(WorkerObserver):
     def __init__(self, recorders: Recorders, collector: Collector, verifier: Verifier | None = None) -> None:
         self._recorders = recorders
         self._verifier = verifier
+        self.wants_reports = verifier is not None
         self._collector = collector
         self._words = recorders.recorder.box.words
         self._note = NO_NOTE

@@ -36,7 +36,7 @@ class Footprint(NamedTuple):
 
 BARS = {
     "decode step": Footprint(calls=48, files=15, hops=35),
-    "load's first step": Footprint(calls=151, files=31, hops=98),
+    "load's first step": Footprint(calls=156, files=31, hops=103),
     "build": Footprint(calls=1490, files=58, hops=940),
 }
 """The most that kvobs's paths may be, as Python 3.11 counts, without the calls of the compiled probe.

@@ -62,7 +62,8 @@ class PromptReuse(Observer):
             if number:
                 self._recorder.count_own(_FIRST + bucket, number * self._block_size)
         seen = reuse.seen * self._block_size
-        self._recorder.count_own(_LOADABLE, max(0, seen - lookup.local))
+        if (loadable := seen - lookup.local) > 0:
+            self._recorder.count_own(_LOADABLE, loadable)
         self._listener.reused(request.request_id, seen)
 
     def request_ended(self, request: ObservedRequest) -> None:
