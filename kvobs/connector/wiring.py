@@ -180,7 +180,8 @@ def _verifier(
     hidden = vllm_config.model_config.get_total_num_hidden_layers()
     cache = Layers(groups_of(kv_cache_config), layers, kv_cache_config.num_blocks, hidden)
     fingerprints = Fingerprints(cache, reads_all=share >= 1, cache_dtype=vllm_config.cache_config.cache_dtype)
-    return Verifier(configuration.names, rank_of(vllm_config), recorders.recorder, fingerprints)
+    refuses = configuration.options.verify.fail
+    return Verifier(configuration.names, rank_of(vllm_config), recorders.recorder, fingerprints, refuses=refuses)
 
 
 def _paths(children: Sequence[Child]) -> dict[str, str]:

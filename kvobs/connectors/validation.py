@@ -66,6 +66,8 @@ def validate(
         found = f"found {policy!r}, and loads of the connectors in {PATH}.kvobs.isolate may fail"
         fix = f'set it to "recompute" {_ON_TOP}'
         checked.mistakes.append(Finding(_POLICY, found, "'recompute'", fix))
+    if configuration.options.verify.fail:
+        checked.mistakes += _why_not_failed(configuration.options, policy)
     effective = policy if policy == "recompute" else "fail"
     entries = extra.get("connectors")
     entries = entries if isinstance(entries, list | tuple) else ()
@@ -113,6 +115,20 @@ def find_classes(
     for spec in checked.specs:  # of the others the router warns at the first synchronous load
         if spec.index in unsafe and loads_synchronously(spec.connector_class):
             checked.warnings.append(unsafe[spec.index])
+
+
+def _why_not_failed(options: Options, policy: object) -> list[Finding]:
+    """Return the mistakes because of which loads with wrong bytes can't be computed."""
+    found = list[Finding]()
+    if options.verify.share is None:
+        text = "is not set, and verify.fail is: nothing is compared"
+        found.append(
+            Finding(f"{PATH}.kvobs.verify.share", text, "a share above 0 and up to 1", "set it, or remove fail")
+        )
+    if policy != "recompute":
+        text = f"found {policy!r}, and {PATH}.kvobs.verify.fail lets loads fail"
+        found.append(Finding(_POLICY, text, "'recompute'", f'set it to "recompute" {_ON_TOP}'))
+    return found
 
 
 def path_of(index: int) -> str:

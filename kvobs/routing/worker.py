@@ -155,10 +155,13 @@ class WorkerSide:
                 self._note_unknown(results)
             if results.failed_recving or results.finished_recving or results.finished_sending:
                 owned = self._first_of_owned(child, results.finished_recving)
+                bad = results.failed_recving
+                if self.observer.may_refuse and owned:
+                    bad = bad | self.observer.refused(child.index, owned - bad)
                 received |= owned
-                failed |= results.failed_recving & owned
-                self._report(child, ReportKind.FAILED, results.failed_recving)
-                self._report(child, ReportKind.RECEIVED, results.finished_recving - results.failed_recving)
+                failed |= bad & owned
+                self._report(child, ReportKind.FAILED, bad)
+                self._report(child, ReportKind.RECEIVED, results.finished_recving - bad)
                 self._report(child, ReportKind.SAVED, results.finished_sending)
         # Failures found by the scheduler's side: every rank reports them in the same step.
         ordered = self._orders.failed

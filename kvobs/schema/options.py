@@ -66,6 +66,12 @@ class VerifyOptions(_Strict):
         description="compares this share of the blocks that connectors load with the bytes that vLLM computed for the "
         "same tokens; 0.01 costs little, 1 finds every wrong block; `null`: none",
     )
+    fail: StrictBool = Field(
+        default=False,
+        description="lets an asynchronous load with a wrong block fail, so that vLLM (0.30 and newer) computes its "
+        "tokens; the receipt of a load with sampled blocks waits for the comparison. Needs `share`, and "
+        "`kv_load_failure_policy` `recompute` at the top level",
+    )
 
 
 class ExporterOptions(_Strict):

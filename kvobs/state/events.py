@@ -134,12 +134,18 @@ class WorkerObserver:
 
     wants_reports = True
     """Whether ``reported`` must be called."""
+    may_refuse = False
+    """Whether ``refused`` must be asked."""
 
     def step_begun(self, note: Any, loads: Sequence[tuple[int, Any]]) -> None:
         """Receive an annotator's note on a step, and those on the loads that begin in it, each with its connector."""
 
     def reported(self, child: int | None, kind: ReportKind, requests: Collection[str]) -> None:
         """Receive a connector's report on loads or saves of these requests; None: the scheduler's side had it."""
+
+    def refused(self, child: int, requests: Collection[str]) -> set[str]:
+        """Return those of the asynchronous loads, which a connector reports as received, that must count as failed."""
+        return set()
 
     def step_ended(self) -> None:
         """Receive the end of a step, after the connectors' last hook."""

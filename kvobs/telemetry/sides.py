@@ -143,6 +143,7 @@ class WorkerTelemetry(WorkerObserver):
         self._recorders = recorders
         self._verifier = verifier
         self.wants_reports = verifier is not None
+        self.may_refuse = verifier is not None and verifier.refuses
         self._collector = collector
         self._words = recorders.recorder.box.words
         self._note = NO_NOTE
@@ -158,6 +159,9 @@ class WorkerTelemetry(WorkerObserver):
     def reported(self, child: int | None, kind: ReportKind, requests: Collection[str]) -> None:
         if self._verifier is not None:
             self._verifier.reported(child, kind, requests)
+
+    def refused(self, child: int, requests: Collection[str]) -> set[str]:
+        return (self._verifier.refused(child, requests) if self._verifier is not None else None) or set()
 
     @contained("trace")
     def _join_trace(self, loads: Sequence[tuple[int, TraceContext | None]]) -> None:

@@ -105,6 +105,20 @@ def test_every_wrong_block_is_found_and_no_sibling_blamed(name: str, fault: Any)
     assert engine.wrong_uses  # as the model saw, too
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["offloading", "simple-cpu", "hf3fs"])
+def test_a_wrong_load_can_fail_and_its_tokens_are_computed(name: str, ranks: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        plug, kvobs = make(name), {"verify": {"share": 1.0, "fail": True}}
+        engine = build("kvobs", [plug], patch, blocks=70, ranks=ranks if name == "offloading" else 1, kvobs=kvobs)
+        ask_twice(engine, lambda: shift(host_pages(plug, rank=len(engine.workers) - 1)))
+    assert outcomes(engine)[name]["mismatch"] == 20
+    assert (engine.wrong_uses, engine.is_busy) == ([], False)
+    recorder = engine.connector._telemetry._recorders.recorder
+    failed = signals.place(0, signals.slot(signals.LOADS, "async", "failed"))
+    assert recorder.words[recorder._first + failed] == 4
+
+
 def test_the_rank_is_named() -> None:
     with pytest.MonkeyPatch.context() as patch:
         plug = make("offloading")

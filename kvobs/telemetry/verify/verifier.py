@@ -30,9 +30,21 @@ class _Reading(NamedTuple):
 
 
 class Verifier:
-    """Verifies the loads of one rank; an asynchronous one when it is received, another after its step."""
+    """Verifies the loads of one rank; an asynchronous one when it is received, another after its step.
 
-    def __init__(self, names: Sequence[str], rank: int, recorder: Recorder, fingerprints: Fingerprints) -> None:
+    With ``refuses`` asynchronous loads with a wrong block must fail.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        rank: int,
+        recorder: Recorder,
+        fingerprints: Fingerprints,
+        *,
+        refuses: bool = False,
+    ) -> None:
+        self.refuses = refuses
         self._names = names
         self._rank = rank
         self._recorder = recorder
@@ -70,16 +82,35 @@ class Verifier:
                 self._received.pop(request, None)
 
     @contained("verify")
+    def refused(self, child: int, requests: Iterable[str]) -> set[str]:
+        """Compare the blocks of these received loads now, and return the requests that got wrong ones."""
+        loads = [load for request in requests if (load := self._open.get(request)) and load.child == child]
+        for load in loads:
+            del self._open[load.request]
+        self._queue((), loads)
+        return self._compare_read(waits=bool(loads)) & {load.request for load in loads}
+
+    @contained("verify")
     def step_ended(self) -> None:
         """Queue the reading of this step's blocks, and compare those that have been read."""
-        if self._orders.noted or self._received:
-            noted = [block for block in self._orders.noted if self._fingerprints.can_read(block)]
-            loads = [self._readable(load) for load in self._received.values()]
+        orders, received = self._orders, self._received
+        if orders.noted or received:
             self._orders, self._received = _NO_ORDERS, {}
-            if blocks := [*noted, *(block for load in loads for block in load.blocks)]:
-                self._readings.append(_Reading(self._fingerprints.take(blocks), noted, loads))
-        while self._readings and self._readings[0].taken.is_ready():
-            self._compare(self._readings.popleft())
+            self._queue(orders.noted, received.values())
+        self._compare_read()
+
+    def _queue(self, blocks: Iterable[Block], received: Iterable[LoadedBlocks]) -> None:
+        noted = [block for block in blocks if self._fingerprints.can_read(block)]
+        loads = [self._readable(load) for load in received]
+        if every := [*noted, *(block for load in loads for block in load.blocks)]:
+            self._readings.append(_Reading(self._fingerprints.take(every), noted, loads))
+
+    def _compare_read(self, *, waits: bool = False) -> set[str]:
+        """Compare the blocks that have been read, or all that are queued; return the requests that got wrong ones."""
+        wrong: set[str] = set()
+        while self._readings and (waits or self._readings[0].taken.is_ready()):
+            wrong |= self._compare(self._readings.popleft())
+        return wrong
 
     def _readable(self, load: LoadedBlocks) -> LoadedBlocks:
         blocks = tuple([block for block in load.blocks if self._fingerprints.can_read(block)])
@@ -87,8 +118,8 @@ class Verifier:
             self._recorder.count(load.child, _OUTCOMES["unknown"], left_out)
         return load._replace(blocks=blocks)
 
-    def _compare(self, reading: _Reading) -> None:
-        fingerprints = iter(reading.taken.read())
+    def _compare(self, reading: _Reading) -> set[str]:
+        fingerprints, wrong = iter(reading.taken.read()), set[str]()
         for block in reading.noted:
             self._blocks.note(block.group, block.key, next(fingerprints))
         for load in reading.loads:
@@ -96,6 +127,9 @@ class Verifier:
             for outcome in outcomes.values():
                 self._recorder.count(load.child, _OUTCOMES[outcome])
             self._tell(load, outcomes)
+            if "mismatch" in outcomes.values():
+                wrong.add(load.request)
+        return wrong
 
     def _tell(self, load: LoadedBlocks, outcomes: dict[Block, Outcome]) -> None:
         name = self._names[load.child]

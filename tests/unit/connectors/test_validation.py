@@ -130,3 +130,18 @@ def test_a_connector_that_hands_kv_over_has_no_minimum() -> None:
     }
     says = "found a minimum for NixlConnector, which can't have one: it hands KV over to another engine"
     assert classes(extra).mistakes == [Finding(f"{config.PATH}.kvobs.min_tokens.nixl", says, fix="remove it")]
+
+
+@pytest.mark.parametrize(
+    ("verify", "policy", "paths"),
+    [
+        ({"share": 0.01, "fail": True}, "recompute", []),
+        ({"share": 0.01}, "fail", []),
+        ({"fail": True}, "recompute", [f"{config.PATH}.kvobs.verify.share"]),
+        ({"share": 0.01, "fail": True}, "fail", ["kv_load_failure_policy"]),
+        ({"fail": True}, None, [f"{config.PATH}.kvobs.verify.share", "kv_load_failure_policy"]),
+    ],
+)
+def test_loads_with_wrong_bytes_fail_only_where_they_are_computed(verify: Any, policy: Any, paths: list[str]) -> None:
+    checked = validate({"connectors": [ENTRY], "kvobs": {"verify": verify}}, policy, TransferConfig)
+    assert [mistake.path for mistake in checked.mistakes] == paths

@@ -97,6 +97,23 @@ def test_a_report_of_a_connector_that_does_not_load_the_request_changes_nothing(
     assert rank.counted() == {"match": 1}
 
 
+def test_a_load_that_is_asked_about_is_compared_at_once_and_only_once(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = rank.verifier._fingerprints.take
+    monkeypatch.setattr(
+        rank.verifier._fingerprints, "take", lambda blocks: take(blocks)._replace(is_ready=lambda: False)
+    )
+    rank.cache[5] = rank.cache[9]
+    rank.step(load(5, request="right"), load(6, request="wrong"), load(7, request="of another"))
+    asked = ["right", "wrong", "unknown"]
+    assert rank.verifier.refused(1, asked) == set()
+    assert rank.verifier.refused(0, asked) == {"wrong"}
+    assert rank.verifier.refused(0, asked) == set()
+    rank.step(reports=[(0, ReportKind.RECEIVED, ["right"]), (0, ReportKind.FAILED, ["wrong"])])
+    assert rank.counted() == {"match": 1, "mismatch": 1}
+
+
 def test_blocks_that_were_not_noted_or_can_not_be_read_are_unknown(rank: Rank) -> None:
     rank.step(LoadedBlocks(0, "a", False, (block(5, b"elsewhere"), block(5, group=1))))
     rank.step(LoadedBlocks(1, "b", False, (block(5, group=1),)))
