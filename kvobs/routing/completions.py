@@ -233,6 +233,8 @@ class Completions:
         failed_syncs: dict[int, set[str]] = {}
         self.isolation.record_failures(meta.broken)
         now_ns = wall_ns()
+        if meta.notes:
+            self.observer.noted(meta.notes)
         for report in meta.reports:
             if (stray := self.ledger.record(report, now_ns)) is not None:
                 self.observer.stray(stray)

@@ -104,6 +104,7 @@ class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
 
     reports: list[Report] = field(default_factory=list)
     broken: frozenset[tuple[int, int]] = frozenset()  # (child, epoch) of isolated children that failed on a worker
+    notes: list[Any] = field(default_factory=list)  # of the workers' observers, for the scheduler's
 
     def aggregate(self, other: base.KVConnectorWorkerMetadata) -> MultiKVConnectorWorkerMetadata:
         """Merge two ranks' metadata: the children's by their own rule, reports concatenated."""
@@ -115,7 +116,10 @@ class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
         pairs = zip(self.metadata, other.metadata, strict=True)
         merged = tuple(a.aggregate(b) if a is not None and b is not None else b if a is None else a for a, b in pairs)
         return MultiKVConnectorWorkerMetadata(
-            metadata=merged, reports=self.reports + other.reports, broken=self.broken | other.broken
+            metadata=merged,
+            reports=self.reports + other.reports,
+            broken=self.broken | other.broken,
+            notes=self.notes + other.notes,
         )
 
 

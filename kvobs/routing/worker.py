@@ -301,9 +301,10 @@ class WorkerSide:
                 self._report(self.children[index], kind, (request,))
             broken = self.gates.take_broken()
         reports, self._reports = self._reports, []
-        if not reports and not broken and not has_own:
+        notes = self.observer.take_notes() if self.observer.wants_reports else []
+        if not reports and not broken and not notes and not has_own:
             return None
-        return MultiKVConnectorWorkerMetadata(metadata=tuple(metadata), reports=reports, broken=broken)
+        return MultiKVConnectorWorkerMetadata(metadata=tuple(metadata), reports=reports, broken=broken, notes=notes)
 
     def _report_syncs(self) -> None:
         """Report the end of this step's synchronous loads: children do not report it.

@@ -96,6 +96,9 @@ class Observer:
     def reused(self, request_id: str, tokens: int) -> None:
         """Receive how many of a prompt's tokens were in earlier prompts and answers."""
 
+    def noted(self, notes: Sequence[Any]) -> None:
+        """Receive the notes of the workers' observers, of all ranks."""
+
     # Connectors
 
     def quarantined(self, child: int) -> None:
@@ -133,7 +136,7 @@ class WorkerObserver:
     """Receives the events of a worker's steps."""
 
     wants_reports = True
-    """Whether ``reported`` must be called."""
+    """Whether ``reported`` and ``take_notes`` must be called."""
     may_refuse = False
     """Whether ``refused`` must be asked."""
 
@@ -146,6 +149,10 @@ class WorkerObserver:
     def refused(self, child: int, requests: Collection[str]) -> set[str]:
         """Return those of the asynchronous loads, which a connector reports as received, that must count as failed."""
         return set()
+
+    def take_notes(self) -> list[Any]:
+        """Return what ``Observer.noted`` gets with the reports of this step; it is pickled."""
+        return []
 
     def step_ended(self) -> None:
         """Receive the end of a step, after the connectors' last hook."""

@@ -18,6 +18,7 @@ class LoadReport:
     has_ended: bool = False
     ended_request: bool = False  # vLLM has ended the request because of it, before the ranks' reports were read
     gain: Gain | None = None
+    wrong_blocks: int = 0  # over all ranks, of those that were compared
 
     @property
     def outcome(self) -> str:
@@ -40,6 +41,8 @@ class LoadReport:
         }
         if outcome == "failed":
             rendered["lost_tokens"] = load.recomputed_tokens
+        if self.wrong_blocks:
+            rendered["wrong_blocks"] = self.wrong_blocks
         return rendered
 
 
@@ -88,6 +91,11 @@ class RequestReport:
     def load_weighed(self, load: Load, gain: Gain) -> None:
         if (known := self._find(load)) is not None:
             known.gain = gain
+
+    def got_wrong_blocks(self, child: int, blocks: int) -> None:
+        """Note blocks with wrong bytes of this child's last load."""
+        if (known := next((each for each in reversed(self.loads) if each.load.child == child), None)) is not None:
+            known.wrong_blocks += blocks
 
     def aborted(self, load: Load, *, by_error: bool) -> None:
         if by_error and (known := self._find(load)) is not None:

@@ -17,7 +17,7 @@ from kvobs.telemetry.recorders import Recorders
 from kvobs.telemetry.tracing.trace_context import TraceContext
 from kvobs.telemetry.transfers.gains import Gains
 from kvobs.telemetry.transfers.open_transfers import OpenTransfers
-from kvobs.telemetry.verify.sample import BlockSample, VerifyOrders
+from kvobs.telemetry.verify.sample import BlockSample, VerifyOrders, WrongBlocks
 from kvobs.telemetry.verify.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -162,6 +162,9 @@ class WorkerTelemetry(WorkerObserver):
 
     def refused(self, child: int, requests: Collection[str]) -> set[str]:
         return (self._verifier.refused(child, requests) if self._verifier is not None else None) or set()
+
+    def take_notes(self) -> list[WrongBlocks]:
+        return self._verifier.take_notes() if self._verifier is not None else []
 
     @contained("trace")
     def _join_trace(self, loads: Sequence[tuple[int, TraceContext | None]]) -> None:

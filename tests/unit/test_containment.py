@@ -39,7 +39,7 @@ IN_ENGINE = {"telemetry.collector:divert", *(f"export.feed:Feed.{name}" for name
 """Seams that are passed in EngineCore with the exporter only; those of its own process can't reach an engine."""
 OPTIONS: dict[str, Any] = {
     "report": True, "load_policy": "fastest", "level": "calls", "tracing": {"propagate": True}, "slow_call_ms": 1e-6,
-    "stuck_after_s": 0.5, "verify": {"share": 1.0},
+    "stuck_after_s": 0.5, "verify": {"share": 1.0, "fail": True},
 }  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def test_the_story_is_the_same_and_passes_each_seam(monkeypatch: pytest.MonkeyPa
     with instrumented(lambda seam, _: passed.add(seam)):
         assert Story(monkeypatch).happen() == expected
     assert {seam for seam in passed if not seam.startswith(OF_THREADS)} == _of_story()
-    assert len(_of_story()) == 97, "a module that moves keeps its seams"
+    assert len(_of_story()) == 98, "a module that moves keeps its seams"
     assert set(seams.find()) >= IN_ENGINE
     assert faults.take() == {}
 
@@ -182,7 +182,12 @@ OF_EXPORTER = tuple(f"export.{name}:" for name in ("engine_watch", "http_server"
 OF_THREADS = (*OF_EXPORTER, "probe.pauses:")
 
 
-OF_OTHER_STORIES = ("telemetry.transfers.quarantines:", "telemetry.transfers.offers:OfferCounts.lapsed", "routing.sync")
+OF_OTHER_STORIES = (
+    "telemetry.requests.request_reports:Reports.noted",
+    "telemetry.transfers.quarantines:",
+    "telemetry.transfers.offers:OfferCounts.lapsed",
+    "routing.sync",
+)
 """Observers of events that this story does not have: ``Composed`` contains them as all others."""
 
 
@@ -276,9 +281,10 @@ EXPOSED = {
         [
             *(f"telemetry.sides:SchedulerTelemetry.{name}" for name in ("close", "collect", "of_client", "of_load")),
             "telemetry.sides:SchedulerTelemetry.received",
+            "telemetry.verify.verifier:Verifier.take_notes",
             *(
                 f"telemetry.sides:WorkerTelemetry.{name}"
-                for name in ("collect", "reported", "step_begun", "step_ended")
+                for name in ("collect", "refused", "reported", "step_begun", "step_ended", "take_notes")
             ),
         ],
         STORES,

@@ -247,11 +247,14 @@ def test_verified_blocks(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) 
                     cache[blocks[0]] = 0
 
     monkeypatch.setattr(Observed, "make_rig", WithCache)
-    engine = Observed(monkeypatch, a, b, ranks=1, verify={"share": 1.0})
+    engine = Observed(monkeypatch, a, b, ranks=1, verify={"share": 1.0}, report="always")
     b.offers |= {"right": SYNC, "wrong": SYNC}
     for request in ("computed", "right", "wrong"):
-        engine.rig.add(request, prompt_of="computed")
-        engine.step(2)
+        engine.rig.add(request, max_tokens=3, prompt_of="computed")
+        engine.step(3)
+        (output,) = engine.rig.request_outputs
+        loads = output.kv_transfer_params["kvobs"]["report"]["loads"]
+        assert [load.get("wrong_blocks") for load in loads] == {"computed": [], "right": [None], "wrong": [1]}[request]
         engine.rig.scheduler.reset_prefix_cache()
     engine.step(2)
     assert engine.series("kvobs_verified_blocks_total") == {("two", "match"): 3, ("two", "mismatch"): 1}

@@ -13,6 +13,7 @@ from kvobs.state.offers import LookupResult
 from kvobs.state.request_report import RequestReport
 from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, KEY, REPORT
+from kvobs.telemetry.verify.sample import WrongBlocks
 
 ASKED = "asked"
 """In a report, whether the client asked for it. A report forwarded by a prefill engine counts as asking for one."""
@@ -140,6 +141,11 @@ class Reports(Observer):
     def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
         if (report := self._live.get(request_id)) is not None:
             report.promised((*promised, *early))
+
+    def noted(self, notes: Sequence[Any]) -> None:
+        for note in notes:
+            if isinstance(note, WrongBlocks) and (report := self._live.get(note.request)) is not None:
+                report.got_wrong_blocks(note.child, note.blocks)
 
     def request_ended(self, request: ObservedRequest) -> None:
         self._live.pop(request.request_id, None)

@@ -42,6 +42,14 @@ class VerifyOrders(NamedTuple):
     loads: tuple[LoadedBlocks, ...]
 
 
+class WrongBlocks(NamedTuple):
+    """The number of a load's blocks that were wrong on one rank, for the scheduler's side."""
+
+    child: int
+    request: str
+    blocks: int
+
+
 class _Prompt:
     """The sampled blocks of a request's prompt."""
 

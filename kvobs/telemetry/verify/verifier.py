@@ -15,7 +15,7 @@ from kvobs.schema import signals
 from kvobs.state.transfers import ReportKind
 from kvobs.telemetry.verify.fingerprints import Fingerprints, Taken
 from kvobs.telemetry.verify.noted import NotedBlocks, Outcome
-from kvobs.telemetry.verify.sample import Block, LoadedBlocks, VerifyOrders
+from kvobs.telemetry.verify.sample import Block, LoadedBlocks, VerifyOrders, WrongBlocks
 
 _OUTCOMES = {name: signals.slot(signals.VERIFIED_BLOCKS, name) for name in signals.VERIFIED_BLOCKS.labels["outcome"]}
 OPEN_AT_MOST = 4096  # loads; a rank need not report one whose request has ended
@@ -54,6 +54,7 @@ class Verifier:
         self._open: dict[str, LoadedBlocks] = {}  # by request
         self._received: dict[str, LoadedBlocks] = {}  # in this step
         self._readings: deque[_Reading] = deque()
+        self._notes: list[WrongBlocks] = []
         self._silent_until_ns = [0] * len(names)
 
     @contained("verify")
@@ -99,6 +100,11 @@ class Verifier:
             self._queue(orders.noted, received.values())
         self._compare_read()
 
+    def take_notes(self) -> list[WrongBlocks]:
+        """Return the wrong blocks that were found since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
     def _queue(self, blocks: Iterable[Block], received: Iterable[LoadedBlocks]) -> None:
         noted = [block for block in blocks if self._fingerprints.can_read(block)]
         loads = [self._readable(load) for load in received]
@@ -127,8 +133,9 @@ class Verifier:
             for outcome in outcomes.values():
                 self._recorder.count(load.child, _OUTCOMES[outcome])
             self._tell(load, outcomes)
-            if "mismatch" in outcomes.values():
+            if blocks := list(outcomes.values()).count("mismatch"):
                 wrong.add(load.request)
+                self._notes.append(WrongBlocks(load.child, load.request, blocks))
         return wrong
 
     def _tell(self, load: LoadedBlocks, outcomes: dict[Block, Outcome]) -> None:

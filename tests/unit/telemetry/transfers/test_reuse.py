@@ -124,10 +124,10 @@ def test_without_a_block_size_nothing_is_done() -> None:
 
 class Noting(Observer):
     def __init__(self) -> None:
-        self.noted: list[tuple[str, int]] = []
+        self.heard: list[tuple[str, int]] = []
 
     def reused(self, request_id: str, tokens: int) -> None:
-        self.noted.append((request_id, tokens))
+        self.heard.append((request_id, tokens))
 
 
 def test_the_tokens_of_a_prompt_that_were_used_before_are_announced_once() -> None:
@@ -137,7 +137,7 @@ def test_the_tokens_of_a_prompt_that_were_used_before_are_announced_once() -> No
         live: Any = SimpleNamespace(request_id=request, num_prompt_tokens=tokens, block_hashes=hashes)
         for _ in range(2):
             reuse.allocated(live, NO_RESULT, None, 0)
-    assert listener.noted == [("r", 0), ("s", 16), ("t", 8)]
+    assert listener.heard == [("r", 0), ("s", 16), ("t", 8)]
 
 
 def test_sizes_are_the_stated_ones_or_follow_from_the_groups_which_share_the_blocks() -> None:

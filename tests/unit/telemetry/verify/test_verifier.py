@@ -10,7 +10,7 @@ from kvobs.schema import signals
 from kvobs.state.transfers import ReportKind
 from kvobs.telemetry.verify import verifier
 from kvobs.telemetry.verify.fingerprints import Fingerprints
-from kvobs.telemetry.verify.sample import Block, LoadedBlocks, VerifyOrders
+from kvobs.telemetry.verify.sample import Block, LoadedBlocks, VerifyOrders, WrongBlocks
 from kvobs.telemetry.verify.verifier import OPEN_AT_MOST, Verifier
 from tests.support.layers import layers_of, random_cache
 
@@ -131,6 +131,8 @@ def test_wrong_blocks_are_logged_with_connector_rank_request_and_position(
     now[0] += verifier.SILENT_NS
     rank.step(load(5, request="later", is_async=False))
     assert rank.counted() == {"match": 3, "mismatch": 7}
+    assert rank.verifier.take_notes() == [WrongBlocks(0, "bad\n", 2)] * 3 + [WrongBlocks(0, "later", 1)]
+    assert rank.verifier.take_notes() == []
     assert rank.recorder._opened == {(signals.CORRUPT_BLOCKS.name, 0, "3"): 7}
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (
