@@ -13,8 +13,8 @@ Outcome = Literal["match", "lossy", "mismatch", "unknown"]
 
 BLOCKS_AT_MOST = 16_384
 VARIANTS_AT_MOST = 4  # the same tokens computed in another batch may differ in the last bits
-NEAR = 0.1  # of a value, or of the usual value
-NEAR_SHARE = 0.75  # of the values
+NEAR = 0.2  # of a value, and of the usual value: what 4 bits leave of it
+NEAR_SHARE = 0.8  # of the values
 
 
 class Fingerprint(NamedTuple):

@@ -9,6 +9,8 @@ from kvobs.telemetry.verify.noted import VARIANTS_AT_MOST, Fingerprint, NotedBlo
 
 RNG = np.random.default_rng(7)
 VALUES = RNG.standard_normal(128).astype(np.float32)
+FOUR_BITS = 2 * np.abs(VALUES).max() / 15
+"""The step between numbers of four bits."""
 NOTED = Fingerprint(1, VALUES, 4.0)
 
 
@@ -28,7 +30,8 @@ def noted(*fingerprints: Fingerprint) -> NotedBlocks:
     [
         (other(1), "match"),
         (other(), "lossy"),  # one of the bytes that are not among the values
-        (other(values=VALUES * 1.05), "lossy"),
+        (other(values=VALUES * 1.1), "lossy"),
+        (other(values=np.round(VALUES / FOUR_BITS) * FOUR_BITS), "lossy"),
         (other(values=VALUES + 0.05 * RNG.standard_normal(128)), "lossy"),
         (other(values=np.where(np.arange(128) < 20, 9, VALUES)), "lossy"),
         (other(values=np.where(np.arange(128) < 40, 0, VALUES)), "mismatch"),  # a third is empty
