@@ -178,7 +178,7 @@ def measures() -> Iterator[Measure]:
     yield Measure(
         "in an engine, lines", _lines(path for name, path in files.items() if room(name) not in OUTSIDE_ENGINES), 16_400
     )
-    yield Measure("tests, lines", _lines((ROOT / "tests").rglob("*.py")), 52_900)
+    yield Measure("tests, lines", _lines((ROOT / "tests").rglob("*.py")), 53_300)
     yield Measure("rooms", len(graph), 21)
     yield Measure("floors", floors(graph), 9)
     yield Measure("arrows", sum(map(len, graph.values())), 74)
