@@ -50,6 +50,7 @@ from kvobs.telemetry.transfers.open_transfers import OpenTransfers
 from kvobs.telemetry.transfers.outcomes import Outcomes
 from kvobs.telemetry.transfers.quarantines import Quarantines
 from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size
+from kvobs.telemetry.transfers.slow_loads import SlowLoads
 from kvobs.telemetry.verify.fingerprints import Fingerprints, Layers
 from kvobs.telemetry.verify.sample import BlockSample
 from kvobs.telemetry.verify.verifier import Verifier
@@ -82,7 +83,8 @@ def scheduler_side(
     waited_for = tuple(InProgress[str]() for _ in children)
     minimum = [options.min_tokens.get(name, 1) for name in names]
     followers: list[Observer | None] = [OfferCounts(recorder, minimum), Outcomes(names, recorder)]
-    followers += [Quarantines(recorder), recorders.traces, recorders.reports]
+    followers += [SlowLoads(names, int(options.slow_load_ms * 1e6)), Quarantines(recorder)]
+    followers += [recorders.traces, recorders.reports]
     followed = Composed(followers)
     gains = Gains(recorder, followed, *step_limits(vllm_config))
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)

@@ -145,7 +145,8 @@ class Options(_Strict):
         default=100, description="counts and traces longer calls into a connector as slow, and logs the first"
     )
     slow_load_ms: Positive = Field(
-        default=1000, description="traces longer loads, even if their request is not sampled"
+        default=1000,
+        description="traces longer loads, even if their request is not sampled; logs the first, and that they are many",
     )
     stuck_after_s: Positive = Field(
         default=60,

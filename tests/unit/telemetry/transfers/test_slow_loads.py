@@ -1,0 +1,81 @@
+"""Log lines about slow loads and late ranks: few, whatever comes."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvobs.state.transfers import Slowest
+from kvobs.telemetry.transfers.slow_loads import FEW, LATE_NS, MANY, RECENT, SlowLoads
+
+SLOW_NS = 10**9
+
+
+def load(ns: int, rank: int | None = None, *, child: int = 0, skew_ns: int = LATE_NS, **more: Any) -> Any:
+    slowest = None if rank is None else Slowest(rank, skew_ns)
+    usual = {"child": child, "tokens": 64, "duration_ns": ns, "slowest": slowest, "failed": False, "aborted": False}
+    return SimpleNamespace(**{**usual, **more})
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def ended(slow_loads: SlowLoads, *loads: Any) -> None:
+    for each in loads:
+        slow_loads.load_ended("r\n", each)
+
+
+QUICK, SLOW = load(SLOW_NS), load(SLOW_NS + 1)
+
+
+def test_the_first_slow_load_and_the_rule_are_logged_and_its_end(said: pytest.LogCaptureFixture) -> None:
+    slow_loads = SlowLoads(["cpu", "remote"], SLOW_NS)
+    ended(slow_loads, *[QUICK] * RECENT, *[SLOW] * (MANY - 1))
+    assert said.messages == [
+        "connector 'cpu' took 1 s to load 64 tokens of request r\\n, longer than slow_load_ms; more are traced"
+    ]
+    ended(slow_loads, *[SLOW] * 50)
+    assert said.messages[1:] == ["connector 'cpu' is slow: 15 of its last 20 loads took longer than slow_load_ms"]
+    ended(slow_loads, *[QUICK] * (RECENT - FEW), SLOW, *[QUICK] * 50)
+    assert said.messages[2:] == ["connector 'cpu' is no longer slow"]
+    ended(slow_loads, *[SLOW] * MANY)
+    assert [record.levelno for record in said.records] == [logging.WARNING] * 2 + [logging.INFO, logging.WARNING]
+
+
+def test_a_rank_that_is_late_is_named_and_its_end(said: pytest.LogCaptureFixture) -> None:
+    slow_loads = SlowLoads(["cpu"], SLOW_NS)
+    ended(slow_loads, *[load(1, 1, skew_ns=LATE_NS - 1)] * RECENT, *[load(1, i % 2) for i in range(50)])
+    assert said.messages == []
+    ended(slow_loads, *[load(1, 1)] * 50)
+    assert said.messages == [
+        "rank 1 is late: the last one in 15 of the last 20 loads from connector 'cpu', by 50 ms or more"
+    ]
+    ended(slow_loads, *[load(1, 0)] * RECENT)
+    assert said.messages[1:] == [
+        "rank 0 is late: the last one in 15 of the last 20 loads from connector 'cpu', by 50 ms or more"
+    ]
+    ended(slow_loads, *[QUICK] * RECENT)
+    assert said.messages[2:] == ["rank 0 is no longer late in loads from connector 'cpu'"]
+
+
+def test_connectors_are_apart_and_other_ends_do_not_count(said: pytest.LogCaptureFixture) -> None:
+    slow_loads = SlowLoads(["cpu", "remote"], SLOW_NS)
+    ended(slow_loads, *[load(2 * SLOW_NS, failed=True), load(2 * SLOW_NS, aborted=True)] * RECENT)
+    ended(slow_loads, *[QUICK, load(2 * SLOW_NS, child=1)] * RECENT)
+    assert [message.split(" ")[1] for message in said.messages] == ["'remote'"] * 2
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from([None, 0, 1])), max_size=200))
+def test_at_most_one_line_in_ten_loads(said: pytest.LogCaptureFixture, lives: list[tuple[bool, int | None]]) -> None:
+    said.clear()
+    slow_loads = SlowLoads(["cpu"], SLOW_NS)
+    for is_slow, rank in lives:
+        slow_loads.load_ended("r", load(SLOW_NS + is_slow, rank))
+    assert len(said.records) <= 1 + 2 * len(lives) / (MANY - FEW)
