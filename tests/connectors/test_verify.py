@@ -2,13 +2,16 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from kvobs.schema import signals
 from tests.connectors.engine import Engine
+from tests.connectors.files import Example
 from tests.connectors.lives import PLUGS, SETTINGS, build, live, make, settle
 from tests.connectors.memory import BLOCK, LAYERS
 from tests.connectors.offloading import Offloading
@@ -57,6 +60,23 @@ def host_pages(plug: Any, rank: int = 0) -> list[Any]:
     return [[layer[block].view(np.uint8) for layer in layers] for block in range(len(layers[0]))]
 
 
+def tamper(plug: Any, fault: Any, rank: int = 0) -> None:
+    """Put a fault into a rank's store."""
+    if not isinstance(plug, Example):
+        fault(host_pages(plug, rank))
+        return
+    stored, pages = {}, []
+    for folder in sorted({path.parent for path in Path(plug.tag).rglob("*.safetensors")}):
+        layers = {path: load_file(path)["kv_cache"] for path in sorted(folder.iterdir())}  # (tokens, heads, width)
+        stored.update(layers)
+        pages += [
+            [layer[i : i + BLOCK].view(np.uint8) for layer in layers.values()] for i in range(0, 5 * BLOCK, BLOCK)
+        ]
+    fault(pages)
+    for path, layer in stored.items():
+        save_file({"kv_cache": layer}, path)
+
+
 def flip(pages: list[Any]) -> None:
     """Flip the bits of one byte of each page."""
     for number, page in enumerate(pages):
@@ -83,7 +103,7 @@ def ask_twice(engine: Engine, between: Any, prompts: int = 4) -> None:
     """Compute and store prompts, do something to the stores, and load the prompts from them."""
     for turn in ("stored", "loaded"):
         for number in range(prompts):
-            engine.add(f"{turn}-{number}", [number * 31 + i for i in range(5 * BLOCK + 1)], 2)
+            engine.add(f"{turn}-{number}", [number * 31 + i for i in range(5 * BLOCK + 2)], 2)
             settle(engine)
         if turn == "stored":
             forget_unused(engine)
@@ -91,12 +111,12 @@ def ask_twice(engine: Engine, between: Any, prompts: int = 4) -> None:
 
 
 @pytest.mark.parametrize("fault", [flip, shift, truncate], ids=lambda fault: fault.__name__)
-@pytest.mark.parametrize("name", ["offloading", "simple-cpu", "hf3fs"])
+@pytest.mark.parametrize("name", ["offloading", "simple-cpu", "hf3fs", "example"])
 def test_every_wrong_block_is_found_and_no_sibling_blamed(name: str, fault: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plugs = [make(name), make("lmcache-mp")]
-        engine = build("kvobs", plugs, patch, blocks=70, kvobs=SHARE)
-        ask_twice(engine, lambda: fault(host_pages(plugs[0])))
+        engine = build("kvobs", plugs, patch, **{"blocks": 70, **SETTINGS.get(name, {})}, kvobs=SHARE)
+        ask_twice(engine, lambda: tamper(plugs[0], fault))
     found = outcomes(engine)
     wrong = found[name]["mismatch"] + (found[name]["lossy"] if fault is flip else 0)
     print(found)
