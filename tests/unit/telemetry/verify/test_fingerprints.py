@@ -26,17 +26,18 @@ def take(layers: Layers, *blocks: Block, reads_all: bool = True, cache_dtype: st
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_digest_changes_with_every_byte_and_with_no_other_block(shape: Any, dtype: Any, data: Any) -> None:
     cache = random_cache(shape, dtype=dtype)
     layers = layers_of(cache)
-    before = take(layers, *map(block, range(BLOCKS)))
+    blocks = [block(i) for i in (2, 3, 4, BLOCKS - 1)]
+    before = take(layers, *blocks)
     page = layers.pages(0, 0)[3].view(torch.uint8)
     at = tuple(data.draw(st.integers(0, size - 1)) for size in page.shape)
     page[at] ^= data.draw(st.integers(1, 255))
-    after = take(layers, *map(block, range(BLOCKS)))
-    assert [i for i in range(BLOCKS) if before[i].digest != after[i].digest] == [3]
+    changed = [old.digest != new.digest for old, new in zip(before, take(layers, *blocks), strict=True)]
+    assert changed == [False, True, False, False]
 
 
 def test_a_digest_depends_on_the_order_of_bytes_and_of_layers() -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvobs.state.cache_layout import CacheLayout
@@ -122,6 +122,7 @@ def hashes(count: int, salt: int = 0) -> list[bytes]:
     return [hashlib.sha256(f"{salt} {i}".encode()).digest() for i in range(count)]
 
 
+@settings(max_examples=15)
 @given(st.sampled_from([0.01, 0.1, 0.5]), st.integers(0, 9))
 def test_a_share_of_all_blocks_is_sampled_the_same_everywhere(share: float, salt: int) -> None:
     keys = hashes(2000, salt)
