@@ -125,10 +125,18 @@ def test_a_boards_variables_have_values_and_its_annotations_can_be_asked(uid: st
             run.series(filled(annotation["expr"]))  # raises for what Prometheus refuses
 
 
+OF_TROUBLE = {
+    "engine:kvobs_scheduler_seconds:late_rate2m": "no connector blocks the scheduler",
+    "connector_mode:kvobs_slow_loads:median_rate2m": "most loads are quick",
+    "connector:kvobs_slowed_loads:ratio_rate2m": "there is no day before",
+}
+"""Recording rules that may find nothing in such a run, and why."""
+
+
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recording_rule_records_finite_series_with_the_labels_of_its_name(name: str, run: Live) -> None:
     found = run.series(name)
-    assert faults(found, None) == []
+    assert (not found and name in OF_TROUBLE) or faults(found, None) == []
     level = set(name.partition(":")[0].split("_")) - {"engine"}
     for series in found:
         assert series["metric"].keys() - {"__name__"} == HOST_LABELS | level
