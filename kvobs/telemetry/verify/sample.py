@@ -62,7 +62,7 @@ class _Prompt:
 class BlockSample(Observer):
     """Finds the sampled blocks of prompts, as vLLM computes and loads them.
 
-    A block is sampled where its hash says so: at every save and load, on every rank, whoever shares the hash.
+    A block is sampled if its hash is below the share: at every save and load, on every rank and engine with that hash.
     ``share`` is the sampled part of all blocks, ``hash_block_size`` the number of tokens of a hash.
     """
 
@@ -96,11 +96,11 @@ class BlockSample(Observer):
             return
         first, end, blocks = load.local_tokens, load.local_tokens + load.tokens, list[Block]()
         for group, ids in enumerate(load.blocks):
-            for block_end, key in self._of_group(prompt, group, first, end):
+            for number, position, key in self._of_group(prompt, group, first, end):
                 # Null blocks, which a load does not have, come first.
-                at = len(ids) + block_end // self._sizes[group] - -(-end // self._sizes[group]) - 1
-                if block_end - self._sizes[group] >= first and at >= 0:
-                    blocks.append(Block(key, group, ids[at], block_end - self._sizes[group]))
+                at = len(ids) + number - -(-end // self._sizes[group])
+                if position >= first and at >= 0:
+                    blocks.append(Block(key, group, ids[at], position))
         if blocks:
             self._loads.append(LoadedBlocks(load.child, request_id, load.is_async, tuple(blocks)))
 
@@ -137,14 +137,15 @@ class BlockSample(Observer):
     def _advance(self, request_id: str, prompt: _Prompt, start: int, output: SchedulerOutput) -> Iterator[Block]:
         end = start + output.num_scheduled_tokens[request_id]
         for group, ids in enumerate(prompt.ids):
-            for block_end, key in self._of_group(prompt, group, start, end):
-                at, position = block_end // self._sizes[group] - 1, block_end - self._sizes[group]
-                if position >= prompt.first and at < len(ids) and ids[at]:  # 0 is vLLM's null block
-                    yield Block(key, group, ids[at], position)
+            for number, position, key in self._of_group(prompt, group, start, end):
+                if position >= prompt.first and number < len(ids) and ids[number]:  # 0 is vLLM's null block
+                    yield Block(key, group, ids[number], position)
         if end >= prompt.ends[-1][0]:
             self._unfilled.pop(request_id, None)
 
-    def _of_group(self, prompt: _Prompt, group: int, first: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """Return ends and keys of the blocks of a group that end after ``first`` and until ``end``."""
+    def _of_group(self, prompt: _Prompt, group: int, first: int, end: int) -> Iterator[tuple[int, int, bytes]]:
+        """Return number, position and key of the blocks of a group that end after ``first`` and until ``end``."""
         size = self._sizes[group] if group < len(self._sizes) else 0
-        return ((at, key) for at, key in prompt.ends if size and first < at <= end and at % size == 0)
+        return (
+            (at // size - 1, at - size, key) for at, key in prompt.ends if size and first < at <= end and at % size == 0
+        )

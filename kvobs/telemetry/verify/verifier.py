@@ -14,7 +14,7 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.transfers import ReportKind
 from kvobs.telemetry.verify.fingerprints import Fingerprints, Taken
-from kvobs.telemetry.verify.noted import NotedBlocks, Outcome
+from kvobs.telemetry.verify.noted import NotedBlocks
 from kvobs.telemetry.verify.sample import Block, LoadedBlocks, VerifyOrders, WrongBlocks
 
 _OUTCOMES = {name: signals.slot(signals.VERIFIED_BLOCKS, name) for name in signals.VERIFIED_BLOCKS.labels["outcome"]}
@@ -125,35 +125,35 @@ class Verifier:
         return load._replace(blocks=blocks)
 
     def _compare(self, reading: _Reading) -> set[str]:
-        fingerprints, wrong = iter(reading.taken.read()), set[str]()
+        fingerprints, requests = iter(reading.taken.read()), set[str]()
         for block in reading.noted:
             self._blocks.note(block.group, block.key, next(fingerprints))
         for load in reading.loads:
             outcomes = {each: self._blocks.compare(each.group, each.key, next(fingerprints)) for each in load.blocks}
             for outcome in outcomes.values():
                 self._recorder.count(load.child, _OUTCOMES[outcome])
-            self._tell(load, outcomes)
-            if blocks := list(outcomes.values()).count("mismatch"):
-                wrong.add(load.request)
-                self._notes.append(WrongBlocks(load.child, load.request, blocks))
-        return wrong
+            if wrong := [block for block, outcome in outcomes.items() if outcome == "mismatch"]:
+                requests.add(load.request)
+                self._report(load, wrong)
+            if "lossy" in outcomes.values():
+                text = (
+                    "connector %r loads blocks on rank %d whose values are near the computed ones, but not the same: "
+                    "it compresses them, or another engine computed them (kvobs_verified_blocks_total, outcome lossy)"
+                )
+                name = self._names[load.child]
+                once(f"lossy:{name}", logging.INFO, text, name, self._rank)
+        return requests
 
-    def _tell(self, load: LoadedBlocks, outcomes: dict[Block, Outcome]) -> None:
-        name = self._names[load.child]
-        if wrong := [block for block, outcome in outcomes.items() if outcome == "mismatch"]:
-            for _ in wrong:
-                self._recorder.count_open(load.child, signals.CORRUPT_BLOCKS, str(self._rank))
+    def _report(self, load: LoadedBlocks, wrong: Sequence[Block]) -> None:
+        """Count the wrong blocks of a load, note them for the scheduler's side, and log them."""
+        for _ in wrong:
+            self._recorder.count_open(load.child, signals.CORRUPT_BLOCKS, str(self._rank))
+        self._notes.append(WrongBlocks(load.child, load.request, len(wrong)))
+        if (now_ns := wall_ns()) >= self._silent_until_ns[load.child]:
+            self._silent_until_ns[load.child] = now_ns + SILENT_NS
             text = (
                 "connector %r loaded wrong bytes on rank %d: %d of %d verified blocks of request %s are not those that "
                 "were computed for their tokens, the first at token %d. Its answer may be wrong; see docs/verify.md"
             )
-            first, now_ns = min(block.position for block in wrong), wall_ns()
-            if now_ns >= self._silent_until_ns[load.child]:
-                self._silent_until_ns[load.child] = now_ns + SILENT_NS
-                log.error(text, name, self._rank, len(wrong), len(outcomes), line(load.request), first)
-        if any(outcome == "lossy" for outcome in outcomes.values()):
-            text = (
-                "connector %r loads blocks on rank %d whose values are near the computed ones, but not the same: it "
-                "compresses them, or another engine computed them (kvobs_verified_blocks_total, outcome lossy)"
-            )
-            once(f"lossy:{name}", logging.INFO, text, name, self._rank)
+            name, first = self._names[load.child], min(block.position for block in wrong)
+            log.error(text, name, self._rank, len(wrong), len(load.blocks), line(load.request), first)
