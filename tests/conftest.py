@@ -48,6 +48,9 @@ def _clean_slate() -> None:
     if scripted := sys.modules.get("kvobs.testing.scripted"):
         scripted.SCRIPTS.clear()
     logging.getLogger("vllm.kvobs").setLevel(logging.DEBUG)
+    # An earlier test may have had vLLM set up its logging, which passes nothing on, or may have switched it off.
+    logging.getLogger("vllm").propagate = True
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -145,7 +145,8 @@ def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pyte
         ["cpu", hook, "1", "1", "us", "1", "us", "0"]
         for hook in ("get_finished", "take_events", "shutdown", "reset_cache")
     ]
-    if not os.fork():  # a process that dies in a call
+    pid = os.fork()
+    if not pid:  # a process that dies in a call
         box = black_box.begin(config("e"), names, 1, ())
         for connector, hook, calls, total, unit, slowest, unit_of_slowest, _ in [*rows, *others]:
             most, n = float(slowest) * NS[unit_of_slowest], int(calls)
@@ -153,7 +154,7 @@ def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pyte
                 note(box, names.index(connector), hook, now - 40 * 10**9, round(ns))
         box.words[box.marks(1, "wait_for_save")], box.words[black_box.LOOKED] = now - 34 * 10**9, now
         os._exit(0)
-    os.wait()
+    os.waitpid(pid, 0)
     assert len(rows) == 8
     assert f"A page has {ring.RECORDS:,} calls" in TEXTS["docs/timeline.md"]
     assert not_printed(shown, kvobs("timeline")) == []
