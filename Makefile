@@ -17,7 +17,7 @@ PREVIEW := dashboards/preview/node_modules/.package-lock.json
 SIDE_BY_SIDE := -n 2 --dist loadfile
 SHARED := -n $(shell expr `getconf _NPROCESSORS_ONLN` + 1) --dist loadfile --no-loadscope-reorder
 
-QUICK := "demo or not (engine or contract or connectors or gpu_path)"
+QUICK := "demo or not (slow or engine or contract or connectors or gpu_path)"
 
 # The other versions of Python that kvobs is tested under: the PATH's, or else pyenv's.
 PYTHONS ?= 3.12 3.13
