@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from dashboards.alerts import ALERTS
+from dashboards.site import Site, fill
 from kvobs.demo.processes import kill_group
 from kvobs.demo.run import child, host_memory, multi_connector
-from kvobs.demo.server import CORES, claim_port, cores
+from kvobs.demo.server import CORES, HOST, claim_port, cores
 from tests.engine.pair import LOOPBACK_ONLY, PREFILL, Pair, hand_over
+from tests.engine.prometheus import scraping
 from tests.engine.readings import Growth
 from tests.engine.serving import TOKENS, eventually, total
 from tests.gpu_path.servers.served import (
@@ -37,6 +40,7 @@ UNREAD = 3
 @pytest.fixture(scope="module")
 def sides(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
     config = multi_connector(NIXL, host_memory(), names=["nixl", "host"])
+    config["kv_connector_extra_config"]["kvobs"]["verify"] = {"share": 1}
     with ExitStack() as stack:
         found = {}
         for side, core in zip(("prefill", "decode"), cores(2), strict=True):
@@ -92,6 +96,36 @@ def test_saves_that_nobody_reads_are_in_nixls_own_count_of_expired_ones(sides: d
     assert grown("kvobs_saves_total", outcome="ok") == grown("kvobs_saves_total") == UNREAD
     assert grown("vllm:nixl_num_kv_expired_reqs_total", connector="nixl") == UNREAD
     assert grown("kvobs_save_hold_seconds_sum") >= UNREAD * LEASE_S * 0.9
+
+
+def test_blocks_read_after_their_lease_are_named_though_the_load_succeeds(pair: Pair, tmp_path: Path) -> None:
+    """The prefill engine has filled them again; the decode engine once computed these tokens itself."""
+    text, others = PROMPTS[UNREAD], [text[::-1] for text in PROMPTS]
+    for server in (pair.prefill, pair.decode):
+        server.reset_prefix_cache(timeout=60, external=True)
+    pair.decode.complete(text, TOKENS)
+    pair.decode.reset_prefix_cache(external=True)
+    targets = [f"{HOST}:{server.port}" for server in (pair.prefill, pair.decode)]
+    jobs = f"scrape_configs: [{{job_name: vllm, static_configs: [{{targets: {targets}}}]}}]"
+    (hidden,) = (fill(alert.as_dict(), Site())["expr"] for alert in ALERTS if alert.name == "KvobsLoadsHideFailures")
+    with (
+        scraping(tmp_path, jobs) as prometheus,
+        Growth(pair.prefill) as there,
+        Growth(pair.decode, connector="nixl") as here,
+    ):
+        params = prefill(pair, text)
+        assert there.reaches(1, "vllm:nixl_num_kv_expired_reqs_total")
+        for other in others:
+            pair.prefill.complete(other, 1)
+        assert prometheus.value(hidden) is None
+        pair.decode.complete(text, TOKENS, kv_transfer_params=params)
+        pair.prefill.complete(others[0], 1)  # NIXL learns in a step that it was read
+        assert eventually(lambda: prometheus.value(hidden) is not None), "no alert"
+        assert here.reaches(1, "kvobs_corrupt_blocks_total"), "not verified"
+    assert there("vllm:nixl_num_notifications_after_expiry_total") == 1
+    assert here("kvobs_loads_total", outcome="ok") == here("kvobs_loads_total") == 1
+    assert here("kvobs_verified_blocks_total", outcome="mismatch") == here("kvobs_verified_blocks_total")
+    assert "connector 'nixl' loaded wrong bytes on rank 0" in pair.decode.log.read_text()
 
 
 def test_the_decode_engine_computes_what_a_killed_prefill_engine_cannot_give(
