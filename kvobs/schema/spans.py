@@ -49,6 +49,10 @@ SLOWEST_RANK = _attribute("kv_transfer.slowest_rank", "the rank that took longes
 STALL = _attribute("kv_transfer.stall", "seconds that the step waited for this load on this rank")
 TOKENS = _attribute("kv_transfer.tokens", "tokens of the load")
 BYTES = _attribute("kv_transfer.bytes", "bytes of the load, over all ranks")
+REMOTE_ENGINE = _attribute(
+    "kv_transfer.remote.engine_id", "the engine that the request's kv_transfer_params say to read from"
+)
+REMOTE_HOST = _attribute("kv_transfer.remote.host", "that engine's host, as the params name it")
 LOCAL_TOKENS = _attribute("kv_transfer.local_tokens", "tokens in vLLM's own prefix cache")
 LOOKUPS = _attribute("kv_transfer.lookups", "number of lookups")
 RECOMPUTED_TOKENS = _attribute("kv_transfer.recomputed_tokens", "tokens of a failed load, to be recomputed")

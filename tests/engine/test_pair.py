@@ -91,6 +91,8 @@ def test_the_decode_engines_trace_links_to_the_prefill_engines(engines: Pair, co
     assert load.links == ((save.trace_id, save.span_id),)
     assert load.parent_id == "cd" * 8
     assert load.attributes["kv_transfer.outcome"] == "ok"
+    remote = {name: load.attributes[f"kv_transfer.remote.{name}"] for name in ("engine_id", "host")}
+    assert remote == {name: params[f"remote_{name}"] for name in ("engine_id", "host")}
     ranks = [s for s in collector.trace(load.trace_id) if s.name == "kv.load.rank"]
     assert [s.parent_id for s in ranks] == [load.span_id]
 

@@ -33,6 +33,7 @@ class Trace:
     parent_id: str  # the caller's span; empty if the trace begins here
     link: TraceContext | None  # the prefill engine's
     lookup_id: str  # the span of the current lookups
+    remote: Mapping[str, Value]  # attributes of the prefill engine
     root_id: str = ""  # the first span of a trace that begins here
     prompt_tokens: int = 0
     lookups: int = 0
@@ -134,6 +135,7 @@ class RequestSpans:
             spans.OUTCOME: load.outcome,
             spans.TOKENS: load.tokens,
             spans.BYTES: load.size,
+            **opened.trace.remote,
         }
         if load.failed:
             lost = load.tokens if load.lost_tokens is None else load.lost_tokens

@@ -71,6 +71,7 @@ class Traces(Observer):
             parent_id="" if parent is None else parent.span_id,
             link=link,
             lookup_id=new_span_id(),
+            remote=trace_context.remote_of(request.kv_transfer_params),
             prompt_tokens=request.num_prompt_tokens,
         )
 

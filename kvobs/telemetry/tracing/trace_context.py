@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from kvobs.schema import spans
+
 DISABLED = "OTEL_SDK_DISABLED"
 KEY = "kvobs"  # in kv_transfer_params, from a prefill engine to a decode engine
 TRACEPARENT = "traceparent"
@@ -19,6 +21,11 @@ _PATTERN = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2}
 _SAMPLED = 1  # bit 0 of the flags; others may be set too
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 ID_AT_MOST = 256  # characters; a client may choose its request's id
+_REMOTE = (
+    ("remote_engine_id", spans.REMOTE_ENGINE),
+    ("remote_bootstrap_addr", spans.REMOTE_HOST),  # Mooncake's
+    ("remote_host", spans.REMOTE_HOST),
+)
 
 
 class TraceContext(NamedTuple):
@@ -76,6 +83,14 @@ def of_params(params: object) -> TraceContext | None:
     if not isinstance(own, Mapping) or (TRACEPARENT not in own and REPORT not in own):
         raise MalformedContextError
     return of_headers(own)
+
+
+def remote_of(params: object) -> dict[str, str]:
+    """Return the attributes of the prefill engine that ``kv_transfer_params`` name; none without a legible name."""
+    if not isinstance(params, Mapping) or not params.get("do_remote_prefill"):
+        return {}
+    named = ((attribute, params.get(key)) for key, attribute in _REMOTE)
+    return {key: value[:ID_AT_MOST] for key, value in named if isinstance(value, str) and value.isprintable()}
 
 
 def into_params(params: dict[str, Any] | None, context: TraceContext | None) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ def trace_of(parent: TraceContext | None = SAMPLED, *, is_sampled: bool = True, 
         parent_id=parent.span_id if parent else "",
         link=more.pop("link", None),
         lookup_id="1" * 16,
+        remote=more.pop("remote", {}),
         **more,
     )
 
@@ -159,12 +160,13 @@ def test_a_load_is_seen_if_traced_failed_or_slow(is_async: bool, outcome: str, i
 
 
 def test_a_load_says_what_it_brought_and_each_rank_its_part() -> None:
-    head, *ranks = Writer().loaded(trace_of(link=UNSAMPLED), load_of(ranks=3))
+    remote = {"kv_transfer.remote.host": "prefill-3"}
+    head, *ranks = Writer().loaded(trace_of(link=UNSAMPLED, remote=remote), load_of(ranks=3))
     assert (head.title, head.trace_id, head.span_id) == ("kv.load cpu", SAMPLED.trace_id, "2" * 16)
     assert (head.parent_id, head.links) == (SAMPLED.span_id, (UNSAMPLED.traceparent,))
     assert (head.start_ns, head.end_ns) == (1_000 * MS, 1_005 * MS)
     moved = {"connector": "cpu", "mode": "async", "outcome": "ok", "tokens": 64, "bytes": 640}
-    assert said(head) == {**moved, "slowest_rank": 2, "rank_skew": 0.002}
+    assert said(head) == {**moved, "remote.host": "prefill-3", "slowest_rank": 2, "rank_skew": 0.002}
     assert [(one.name, one.trace_id, one.parent_id, one.start_ns, one.end_ns) for one in ranks] == [
         ("kv.load.rank", head.trace_id, head.span_id, 1_001 * MS, (1_004 + rank) * MS) for rank in range(3)
     ]

@@ -19,6 +19,7 @@ from kvobs.telemetry.tracing.trace_context import (
     of_headers,
     of_params,
     parse,
+    remote_of,
 )
 from tests.support.contexts import SAMPLED, UNSAMPLED, json_values, near_misses
 
@@ -100,6 +101,30 @@ def test_params_hold_a_context_none_or_something_malformed(params: Any) -> None:
         assert found == parse(own["traceparent"])
     else:
         assert found == "malformed"
+
+
+@pytest.mark.parametrize(
+    ("params", "remote"),
+    [
+        ({"remote_engine_id": "e", "remote_host": "h", "remote_port": 5600}, {"engine_id": "e", "host": "h"}),
+        (
+            {"remote_engine_id": "e", "remote_bootstrap_addr": "http://h:8998"},
+            {"engine_id": "e", "host": "http://h:8998"},
+        ),
+        ({"remote_engine_id": 7, "remote_host": "h" * 300}, {"host": "h" * 256}),
+        ({"remote_engine_id": "\ud800", "remote_host": "a\nb"}, {}),
+        ({}, {}),
+    ],
+)
+def test_the_prefill_engine_is_named_as_params_do(params: Any, remote: dict[str, str]) -> None:
+    named = {f"kv_transfer.remote.{key}": value for key, value in remote.items()}
+    assert remote_of({"do_remote_prefill": True, **params}) == named
+    assert remote_of(params) == remote_of({"do_remote_decode": True, **params}) == {}
+
+
+@given(json_values)
+def test_params_of_any_kind_name_nobody(params: Any) -> None:
+    assert remote_of(params) == {}
 
 
 def test_a_context_is_handed_on_only_where_a_child_hands_something_on() -> None:
