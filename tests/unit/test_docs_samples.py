@@ -3,11 +3,13 @@
 import ast
 import os
 import re
+import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
@@ -20,6 +22,7 @@ from kvobs.probe.increments import Increments
 from kvobs.schema import signals
 from kvobs.telemetry.payload.kvobs_stats import summarize
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
+from tests.support.promtool import answers
 from tests.support.top_rows import SERVER
 from tests.support.watched import config, note
 
@@ -158,6 +161,40 @@ def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pyte
     assert len(rows) == 8
     assert f"A page has {ring.RECORDS:,} calls" in TEXTS["docs/timeline.md"]
     assert not_printed(shown, kvobs("timeline")) == []
+
+
+# --- autoscaling
+
+AUTOSCALER, HOOK = (
+    yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", TEXTS["docs/autoscaling.md"], re.DOTALL)
+)
+OPEN = """# TYPE kvobs_in_flight gauge
+kvobs_in_flight{connector="nixl",kind="load"} 7.0
+kvobs_in_flight{connector="nixl",kind="save"} %s
+kvobs_in_flight{connector="cpu",kind="save"} 0.0
+"""
+
+
+def test_queries_of_the_autoscaler_have_one_number_of_all_engines(tmp_path: Path) -> None:
+    found = {trigger["name"]: trigger["metadata"]["query"] for trigger in AUTOSCALER["spec"]["triggers"]}
+    kinds = {"unread": 'kvobs_held_tokens{kind="save"', "loaded-not-running": 'kvobs_in_flight{kind="resume"'}
+    for name, begin in kinds.items():
+        of = [f'{begin},namespace="{space}",job="j",instance="{i}"}}' for space in ("llm", "other") for i in "ab"]
+        series = {key: f"{10**n}+0x20" for n, key in enumerate(of)}
+        assert answers(tmp_path, series, found[name]) == {"": 11}
+
+
+@pytest.mark.parametrize(("saves", "seconds"), [("0.0", 0), ("2.0", 120), ("0.0\n# EOF", 0)])
+def test_an_engine_whose_saves_are_read_may_go_at_once(saves: str, seconds: int, tmp_path: Path) -> None:
+    """The hook waits as long as any is open; it sees the exporter's text by curl."""
+    (tmp_path / "metrics").write_text(OPEN % saves)
+    for name, does in {"curl": f"cat {tmp_path}/metrics", "sleep": f"echo >> {tmp_path}/slept"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(HOOK["lifecycle"]["preStop"]["exec"]["command"], env={"PATH": path}, check=True, timeout=30)
+    slept = tmp_path / "slept"
+    assert (len(slept.read_text().splitlines()) if slept.exists() else 0) == seconds
 
 
 # --- vLLM's log
