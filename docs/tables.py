@@ -15,6 +15,7 @@ from dashboards.site import Site, thresholds
 from docs.deviations import DEVIATIONS
 from docs.house import PACKAGE, TIERS
 from docs.pages import ROOT, table
+from kvobs.cli.top.screen import MEANINGS
 from kvobs.schema.options import Options
 from kvobs.schema.signals import CALL_DURATION, SIGNALS
 from kvobs.schema.spans import ATTRIBUTES, SPANS
@@ -203,6 +204,11 @@ def states() -> str:
     return table(["state", "condition"], [[s.name, s.condition.format(**s.limits)] for s in STATES])
 
 
+def top() -> str:
+    """Return the meanings of the numbers on the screen of ``kvobs top``."""
+    return table(["column", "meaning"], [[f"`{title}`", meaning] for title, meaning in MEANINGS.items()])
+
+
 def alert_rules() -> str:
     """Return the alerts, each with a link to its section of the runbook."""
     rows = []
@@ -328,6 +334,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hooks": hooks,
     "deviations": deviations,
     "states": states,
+    "top": top,
     "alerts": alert_rules,
     "thresholds": site_thresholds,
     "versions": versions,

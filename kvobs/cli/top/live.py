@@ -18,12 +18,12 @@ from rich.text import Text
 
 from kvobs.cli.top.rows import Server, server_row
 from kvobs.cli.top.scrapes import Scrape, fetch
-from kvobs.cli.top.screen import SORTS, Picture
+from kvobs.cli.top.screen import SORTS, Picture, legend
 from kvobs.cli.web import NoAnswerError
 
 STDIN = 0
 LOOK_S = 0.5  # between two draws of the screen
-KEYS = "q quit  < > sort"
+KEYS = "q quit  < > sort  ? meanings"
 HUNG_UP = "\x04"  # Ctrl-D, and what is read from a terminal that is gone
 
 
@@ -36,6 +36,11 @@ class Watch:
         self.since_start = self.lately = Server(self.address, error="no answer yet")
         self._last: Scrape | None = None
         self._failing_since_s: float | None = None
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether the last scrape could be read."""
+        return self._last is not None
 
     def scrape(self) -> None:
         """Scrape once; after a failure the next scrape counts as the first."""
@@ -80,10 +85,14 @@ class Top:
     by: str | None = None  # the field that connectors are sorted by, the largest first; None: as they are configured
 
     def once(self, *, as_json: bool) -> bool:
-        """Scrape all servers twice, an interval apart, and print the difference; return whether all could be read."""
+        """Scrape all servers twice, an interval apart, and print the difference; return whether all could be read.
+
+        A server that does not answer at first is not waited for again.
+        """
         scrape_all(self.watches)
-        time.sleep(self.interval_s)
-        scrape_all(self.watches)
+        if answering := [watch for watch in self.watches if watch.has_answer]:
+            time.sleep(self.interval_s)
+            scrape_all(answering)
         servers = [watch.lately for watch in self.watches]
         if as_json:
             document = {"servers": [asdict(server) for server in servers]}
@@ -108,12 +117,13 @@ class Top:
         screen = Layout()
         screen.split_column(Layout(self._picture(), name="picture"), Layout(Text(KEYS, "dim"), size=1))
         with keyboard(STDIN) as read, Live(screen, console=self.console, screen=True, auto_refresh=False) as live:
-            keys = ""
+            keys, has_legend = "", False
             while not set(keys) & {"q", "Q", HUNG_UP}:
                 for key in keys:
                     step = {"<": -1, ">": 1}.get(key, 0)
                     self.by = SORTS[(SORTS.index(self.by) + step) % len(SORTS)]
-                screen["picture"].update(self._picture())
+                    has_legend ^= key == "?"
+                screen["picture"].update(legend() if has_legend else self._picture())
                 live.refresh()
                 keys = read(LOOK_S)
 

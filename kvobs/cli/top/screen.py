@@ -15,8 +15,9 @@ from kvobs.cli.output import NONE, amount, duration, integer, percent, signed_am
 from kvobs.cli.top.rows import ConnectorRow, Server
 from kvobs.schema.verdicts import HANGS, IDLE, WELL
 
-WIDTH, WIDTH_AT_MOST = 80, 90
-"""Of a window that has room for the longest form of each number, and of tables: names share what numbers leave."""
+WIDTH_NARROW, WIDTH, WIDTH_AT_MOST = 68, 80, 90
+"""Of a window that has room for all columns, of one with room for the longest form of each number, and of tables: names
+share what numbers leave."""
 CELL = 6
 """The width of a number's longest form: columns stay where they are."""
 FAILED = "bold red"
@@ -31,16 +32,46 @@ class Column(NamedTuple):
     words: str = ""
 
 
-def columns(*, since_start: bool) -> list[Column]:
+MEANINGS = {
+    "run, wait, TTFT": "requests that run and wait now, and the time to the first token: vLLM's metrics, which an "
+    "exporter alone does not have",
+    "telemetry, errors in it": "share of the server's time that kvobs itself takes, internal errors since the start",
+    "hits": "share of hits among the requests that were answered or timed out: each request counts once",
+    "tokens, loads, lookups": "tokens loaded, loads that ended well, requests that were answered or timed out",
+    "bytes, unused": "bytes loaded over all ranks; tokens offered and not loaded, since another connector was chosen",
+    "load p50, p99": "as histogram_quantile computes them: linear within a bucket",
+    "sched busy": "share of the time that the scheduler spent in calls into the connector: no step runs meanwhile",
+    "stall": "time that steps waited for loads and saves, added up over ranks",
+    "oldest, loads open, saves held": "open now, and the age of the oldest of both, of lookups that requests wait for, "
+    "and of loaded requests that are not scheduled yet",
+    "gain": "time that computing the loaded tokens would have taken, minus the time that requests waited for the loads",
+    "slowest rank, skew p99": "the rank that was slowest most often, and how often; by how much the slowest rank took "
+    "longer than the quickest",
+    "errors": "exceptions out of the connector, and loads that failed",
+}
+"""All numbers on the screen, by their titles."""
+
+
+def legend() -> Table:
+    """Return a table of the meanings."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title, meaning in MEANINGS.items():
+        table.add_row(Text(title, "bold"), meaning)
+    return table
+
+
+def columns(*, since_start: bool, narrow: bool = False) -> list[Column]:
+    """Return all numbers; in a narrow window some are below the connector."""
     per_s, of_time = ("", duration) if since_start else ("/s", percent)
+    p50, stall, oldest = ("load p50 {}", f"stall {{}}{per_s}", "oldest {}") if narrow else ("", "", "")
     return [
         Column("hits", lambda c: percent(c.hit_share), "hit_share"),
         Column(f"tokens\n{per_s}", lambda c: amount(c.load_tokens_per_s), "load_tokens_per_s"),
-        Column("load\np50", lambda c: duration(c.load_p50_s), "load_p50_s"),
+        Column("load\np50", lambda c: duration(c.load_p50_s), "load_p50_s", p50),
         Column("load\np99", lambda c: duration(c.load_p99_s), "load_p99_s"),
         Column("sched\nbusy", lambda c: of_time(c.scheduler_s_per_s), "scheduler_s_per_s"),
-        Column(f"stall\n{per_s}", lambda c: duration(c.stall_s_per_s), "stall_s_per_s"),
-        Column("oldest", lambda c: duration(c.oldest_s), "oldest_s"),
+        Column(f"stall\n{per_s}", lambda c: duration(c.stall_s_per_s), "stall_s_per_s", stall),
+        Column("oldest", lambda c: duration(c.oldest_s), "oldest_s", oldest),
         Column("gain", lambda c: signed_amount(c.gain_s_per_s), "gain_s_per_s", "gain {}"),
         Column("slowest rank", _slowest, "slowest_rank_share", "slowest rank {}"),
         Column("skew p99", lambda c: duration(c.skew_p99_s), "skew_p99_s", "skew p99 {}"),
@@ -72,13 +103,14 @@ class Picture:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         since_start = any(server.error is None and server.seconds is None for server in self.servers)
-        shown, rows = columns(since_start=since_start), sort_rows(self.servers, self.by)
+        narrow = options.max_width < WIDTH_NARROW
+        shown, rows = columns(since_start=since_start, narrow=narrow), sort_rows(self.servers, self.by)
         period = "since the servers' start" if since_start else f"the last {self.interval_s:g} s"
         titles = {column.by: column.title.replace("\n", " ").strip() for column in shown}
         order = f"by {titles[self.by]}, largest first" if self.by else "as configured"
         yield Text.assemble(("kvobs top", "bold"), f"   {period}   {order}\n", no_wrap=True, overflow="ellipsis")
         height, options = options.height or 10**6, options.reset_height()
-        upper = _lay_out_servers(self.servers).lines(console, options, max(2, height // 4))
+        upper = _lay_out_servers(self.servers, narrow=narrow).lines(console, options, max(2, height // 4))
         room = max(1, height - len(upper) - 5)  # title, empty lines and header
         lower = _lay_out_connectors(rows, shown, self.by, several=len(self.servers) > 1).lines(console, options, room)
         for line in [*upper, [], *(lower if rows else ())]:
@@ -133,11 +165,11 @@ class _Rows:
         return [line for entry in [table[: len(table) - n], *entries] for line in entry]
 
 
-def _lay_out_servers(servers: Sequence[Server]) -> _Rows:
-    """Return a row for each server, those first that can't be read."""
+def _lay_out_servers(servers: Sequence[Server], *, narrow: bool) -> _Rows:
+    """Return a row for each server, those first that can't be read; a narrow window has models below."""
     several = len(servers) > 1
     titles = ("run", "wait", "TTFT\np50", "TTFT\np99", "telemetry", "errors\nin it")
-    rows = _Rows("servers", ["   server" if several else "server", "model"], titles)
+    rows = _Rows("servers", ["   server" if several else "server", *([] if narrow else ["model"])], titles)
     for number, server in sorted(enumerate(servers, 1), key=lambda entry: entry[1].error is None):
         address = Text(f"{number:>2} {server.address}" if several else server.address)
         if server.error is not None:
@@ -147,8 +179,9 @@ def _lay_out_servers(servers: Sequence[Server]) -> _Rows:
         numbers += [duration(server.ttft_p50_s), duration(server.ttft_p99_s)]
         numbers.append(duration(server.telemetry_s_per_s) + ("/s" if server.seconds else ""))
         errors = Text(str(server.internal_errors), FAILED if server.internal_errors else "")
-        below = Text() if several else Text(_describe(server), "dim")
-        rows.add([address, Text(server.model), *map(Text, numbers), errors], below)
+        further = [server.model] * narrow + [_describe(server)] * (not several)
+        names = [address] if narrow else [address, Text(server.model)]
+        rows.add([*names, *map(Text, numbers), errors], Text("; ".join(further), "dim"))
     return rows
 
 

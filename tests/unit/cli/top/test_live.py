@@ -25,7 +25,8 @@ from kvobs.cli import commands as cli
 from kvobs.cli.top import live
 from kvobs.cli.top.live import HUNG_UP, Watch, keyboard, scrape_all
 from kvobs.cli.top.rows import Server
-from kvobs.cli.web import url_of
+from kvobs.cli.top.scrapes import Scrape, fetch
+from kvobs.cli.web import NoAnswerError, url_of
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from tests.support.top_engines import Engines, count, serving
@@ -78,6 +79,24 @@ def test_once_with_json_prints_one_document(address: str) -> None:
     assert [row["lookups_per_s"] for row in server["connectors"]] == [0, 0]
     assert 0.2 <= server["seconds"] < 10
     assert (down["address"], down["error"], down["connectors"]) == ("127.0.0.1:1", "no answer: Connection refused", [])
+
+
+def test_a_server_that_does_not_answer_is_waited_for_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped exporter takes connections, and is silent for ten seconds each time."""
+    asked: list[str] = []
+
+    def read(url: str, of_vllm: str | None) -> Scrape:
+        asked.append(url)
+        if "silent" in url:
+            raise NoAnswerError("no answer within 10 s")
+        return fetch(url, of_vllm)
+
+    monkeypatch.setattr(live, "fetch", read)
+    alone = top("silent:1", "--once", "--interval", "60")
+    assert (alone.exit_code, asked.count("http://silent:1/metrics")) == (1, 1)
+    assert "no answer within 10 s" in alone.output
+    beside = top("silent:1", address, "--once", *QUICK)
+    assert (beside.exit_code, asked.count("http://silent:1/metrics"), len(asked)) == (1, 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +198,10 @@ def test_keys_sort_and_quit(address: str) -> None:
         for other in ("\x1b[15~", "\x1bOP", "\x1bOQ", "xZ>"):  # function keys have no meaning, nor have letters
             shown.type(other)
             time.sleep(0.1)
+        shown.wait_for("as configured", "cpu", "disk")
+        shown.type("?")
+        shown.wait_for("sched busy", "no step runs meanwhile", "q quit")
+        shown.type("?")
         shown.wait_for("as configured", "cpu", "disk")
         shown.type("q")
         assert shown.end() == 0

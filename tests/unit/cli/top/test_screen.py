@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.segment import Segment
 
 from kvobs.cli.top.rows import ConnectorRow, Server
-from kvobs.cli.top.screen import SORTS, Picture, sort_rows
+from kvobs.cli.top.screen import MEANINGS, SORTS, Picture, columns, sort_rows
 from tests.support.top_rows import CPU, SERVER, SERVERS
 
 
@@ -64,10 +64,28 @@ def test_without_an_earlier_scrape_totals_are_no_rates() -> None:
     assert lines[9].split()[:9] == ["cpu", "40", "%", "224", "67", "ms", "521", "ms", "2.0"]
 
 
-def test_in_60_columns_numbers_are_whole_and_in_200_near_to_names() -> None:
-    narrow, usual, wide = (next(line for line in shown([SERVER], width) if "cpu " in line) for width in (60, 80, 200))
+def test_in_68_columns_numbers_are_whole_and_in_200_near_to_names() -> None:
+    narrow, usual, wide = (next(line for line in shown([SERVER], width) if "cpu " in line) for width in (68, 80, 200))
     assert narrow.split() == usual.split() == wide.split()
-    assert (len(narrow), len(usual), len(wide)) == (60, 80, 90)
+    assert (len(narrow), len(usual), len(wide)) == (68, 80, 90)
+
+
+@pytest.mark.parametrize("width", [52, 67])
+def test_in_narrower_windows_names_are_whole_and_each_number_is_somewhere(width: int) -> None:
+    lines = " ".join(" ".join(shown([replace(SERVER, connectors=(CPU,))], width)).split())
+    usual = " ".join(" ".join(shown([replace(SERVER, connectors=(CPU,))], 80)).split())
+    assert "…" not in lines
+    assert f"{SERVER.model}; vLLM" in lines
+    for column in columns(since_start=False):
+        if (number := column.show(CPU)) not in ("-", "0"):
+            assert lines.count(number) >= usual.count(number) > 0, column.title
+    assert f"load p50 {columns(since_start=False)[2].show(CPU)}" in lines
+
+
+def test_the_legend_has_each_number() -> None:
+    titles = [re.sub(r"\s*/s", "", column.title).split() for column in columns(since_start=False)]
+    known = {word for title in MEANINGS for word in title.replace(",", "").split()}
+    assert {word for title in titles for word in title} <= known
 
 
 def test_names_are_cut_before_numbers() -> None:
