@@ -151,6 +151,28 @@ def test_the_plugin_needs_no_key_at_all(model: Path, tmp_path: Path) -> None:
         assert hit(server) > 0
 
 
+def test_nor_does_a_single_connector_need_one(model: Path, tmp_path: Path) -> None:
+    """It stores and loads as many bytes as alone."""
+
+    def ask_twice(server: Server) -> tuple[Any, ...]:
+        text = prompt("single")
+        first = server.complete(text, TOKENS).tokens
+        assert eventually(lambda: total(server, "vllm:kv_offload_store_bytes_total") > 0)
+        server.reset_prefix_cache()
+        assert server.complete(text, TOKENS).tokens == first
+        assert eventually(lambda: total(server, "vllm:kv_offload_load_bytes_total") > 0)
+        return first, *(total(server, f"vllm:kv_offload_{way}_bytes_total") for way in ("store", "load"))
+
+    with serve(model, tmp_path, host_memory()) as server:
+        alone = ask_twice(server)
+    with serve(model, tmp_path, host_memory(), env={"KVOBS_ENABLE": "1"}) as server:
+        assert ask_twice(server) == alone
+        assert eventually(
+            lambda: total(server, "kvobs_loads_total", connector="OffloadingConnector", outcome="ok") == 1
+        )
+        assert "kvobs routes to OffloadingConnector, the only connector" in server.log.read_text()
+
+
 def test_a_mistake_in_the_options_ends_the_start_with_its_path(model: Path, tmp_path: Path) -> None:
     config = multi_connector(host_memory(), files(tmp_path / "kv"))
     config["kv_connector_extra_config"]["kvobs"] = {"load_policy": "best"}

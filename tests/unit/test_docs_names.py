@@ -12,10 +12,8 @@ from dashboards.__main__ import BOARDS
 from docs.pages import ROOT
 from kvobs import cli
 from kvobs.cli import commands
-from kvobs.schema import options, signals, spans
 from kvobs.schema.signals import SIGNALS, Scope
-from kvobs.vllm_api import hooks, versions
-from tests.support.pages import ALL_TEXTS, TEXTS, Mention, every, mentions, paragraphs
+from tests.support.pages import ALL_TEXTS, TEXTS, Mention, every, paragraphs
 
 SOURCES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
@@ -60,16 +58,6 @@ def test_a_module_exists(module: Mention) -> None:
     assert path.is_dir() or path.with_suffix(".py").exists() or path.with_suffix(".c").exists()
 
 
-def test_a_module_that_a_docstring_refers_to_exists() -> None:
-    modules = {Path(name).stem for name in SOURCES}
-    assert [mention for mention in mentions(r"\b[Ss]ee ``(\w+)``", DOCSTRINGS) if mention.what not in modules] == []
-
-
-def test_a_heading_of_the_readme_exists() -> None:
-    headings = re.findall(r"^#+ (.*)$", TEXTS["README.md"], re.MULTILINE)
-    assert [mention for mention in mentions(r"README's \"([^\"]+)\"", SOURCES) if mention.what not in headings] == []
-
-
 @pytest.mark.parametrize("metric", every(r"\b(kvobs_[a-z_]+_(?:total|seconds|tokens|bytes))\b", CODE), ids=str)
 def test_a_metric_in_the_sources_exists(metric: Mention) -> None:
     assert metric.what in {signal.name for signal in SIGNALS}
@@ -78,24 +66,6 @@ def test_a_metric_in_the_sources_exists(metric: Mention) -> None:
 def test_the_command_lists_its_parts() -> None:
     listed = re.findall(r"\w+", (cli.__doc__ or "").partition(":")[2])
     assert set(listed) - {"and", "the"} == set(commands.COMMANDS)
-
-
-# --- where to add what
-
-ADDED = {
-    "A metric": {signals.__name__},
-    "An option": {options.__name__},
-    "A command": {commands.__name__},
-    "A span or an attribute": {spans.__name__},
-    "A version of vLLM": {versions.__name__, hooks.__name__},
-    "A panel": {name[:-3].replace("/", ".") for name, text in SOURCES.items() if re.search(r"\bAbout\(\n", text)},
-}
-
-
-@pytest.mark.parametrize("what", ADDED)
-def test_the_page_for_developers_names_the_modules_to_change(what: str) -> None:
-    (text,) = (part for part in paragraphs(TEXTS["docs/developing.md"]) if part.startswith(f"- **{what}**"))
-    assert {name.replace("/", ".") for name in re.findall(r"`((?:kvobs|dashboards)/[\w/]+)\.py`", text)} == ADDED[what]
 
 
 # --- what only the exporter has

@@ -1,25 +1,32 @@
 """``KVOBS_ENABLE`` puts kvobs behind the registered name; anything but a clear yes leaves vLLM as it is."""
 
+import re
+import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import entry_points
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 
 import kvobs
 from kvobs import plugin
+from kvobs.cli.check.rewrite import rewrite
 from kvobs.schema.config import ENABLE_VARIABLE
 
 
 @pytest.fixture(autouse=True)
-def _registry() -> Iterator[None]:
-    before = dict(KVConnectorFactory._registry)
+def _before() -> Iterator[None]:
+    before, resolve = dict(KVConnectorFactory._registry), VllmConfig._post_init_kv_transfer_config
     yield
     KVConnectorFactory._registry.clear()
     KVConnectorFactory._registry.update(before)
+    VllmConfig._post_init_kv_transfer_config = resolve
 
 
 def registered() -> object:
@@ -82,3 +89,86 @@ def test_a_loader_that_does_not_say_what_it_loads_is_somebody_elses(
 def test_vllm_finds_the_plugin() -> None:
     (entry,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "kvobs"]
     assert entry.load() is plugin.register
+
+
+# --- a single connector
+
+
+def resolved(config: KVTransferConfig | None, size: float | None = None, backend: str = "native") -> Any:
+    """Return the configuration as vLLM's own makes it, with this ``--kv-offloading-size``."""
+    cache = SimpleNamespace(kv_offloading_size=size, kv_offloading_backend=backend)
+    made: Any = SimpleNamespace(kv_transfer_config=config, cache_config=cache)
+    for _ in range(2):  # vLLM makes a copy of it for a draft model, say
+        VllmConfig._post_init_kv_transfer_config(made)
+    return made.kv_transfer_config
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    usual = KVTransferConfig()
+    return {key: value for key, value in asdict(config).items() if value != getattr(usual, key)}
+
+
+SINGLE = {
+    "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "engine_id": "e",
+    "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+}  # fmt: skip
+LMCACHE = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "engine_id": "e"}
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "backend", "alone"),
+    [(SINGLE, None, "native", SINGLE), ({"engine_id": "e"}, 1, "native", {**SINGLE, "kv_load_failure_policy": "fail"}),
+     ({"engine_id": "e"}, 1, "lmcache", LMCACHE)],
+)  # fmt: skip
+def test_a_single_connector_is_routed_as_rewrite_has_it(
+    config: dict[str, Any], size: float | None, backend: str, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_USE_SIMPLE_KV_OFFLOAD", raising=False)
+    assert as_json(resolved(KVTransferConfig(**config), size, backend)) == as_json(KVTransferConfig(**alone))
+    monkeypatch.setenv(ENABLE_VARIABLE, "1")
+    plugin.register()
+    wrapped = resolved(KVTransferConfig(**config), size, backend)
+    rewritten = as_json(KVTransferConfig(**rewrite(as_json(KVTransferConfig(**alone)))))
+    assert rewritten["kv_connector_extra_config"].pop("kvobs") == {"names": [alone["kv_connector"]]}
+    assert as_json(wrapped) == rewritten
+    assert KVConnectorFactory.get_connector_class(wrapped) is kvobs.MultiConnector
+
+
+def test_options_of_kvobs_beside_those_of_the_connector_are_kvobss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENABLE_VARIABLE, "1")
+    plugin.register()
+    extra = {"cpu_bytes_to_use": 1 << 30, "kvobs": {"report": True}}
+    found = resolved(KVTransferConfig(**{**SINGLE, "kv_connector_extra_config": extra})).kv_connector_extra_config
+    assert found["connectors"][0]["kv_connector_extra_config"] == SINGLE["kv_connector_extra_config"]
+    assert found["kvobs"] == {"report": True}
+    assert extra["kvobs"] == {"report": True}
+
+
+def test_what_has_a_router_or_no_connector_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENABLE_VARIABLE, "1")
+    plugin.register()
+    assert resolved(None) is None
+    for name in (None, "MultiConnector", "PdConnector"):
+        config = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+        assert resolved(config) is config
+    ours = KVTransferConfig(kv_connector="MultiConnector", kv_connector_module_path="kvobs", kv_role="kv_both")
+    assert resolved(ours) is ours
+
+
+@pytest.mark.parametrize("obstacle", ["dynamo", "another plugin", "a mistake"])
+def test_a_connector_that_can_not_be_routed_runs_as_it_is_and_the_log_says_so(
+    obstacle: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(ENABLE_VARIABLE, "1")
+    plugin.register()
+    if obstacle == "dynamo":
+        monkeypatch.setitem(sys.modules, "dynamo", ModuleType("dynamo"))
+    elif obstacle == "another plugin":
+        register_theirs()
+    else:
+        monkeypatch.setattr(plugin, "wrap", lambda config: {**config, "kv_connector": 7})
+    config = KVTransferConfig(**SINGLE)
+    assert resolved(config) is config
+    assert as_json(config) == as_json(KVTransferConfig(**SINGLE))
+    (line,) = caplog.messages
+    assert re.search('(?s)kvobs is not enabled.*"kv_connector_module_path": "kvobs"', line)

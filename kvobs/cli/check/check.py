@@ -60,6 +60,7 @@ class CheckResult:
     by_variable: bool = False
     vllm: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may have secrets
+    is_single: bool = False  # as given it has one connector without a router
     validated: validation.Validated | None = field(default=None, repr=False)
     options: Options = field(default_factory=Options)
     failure_policy: str = "fail"
@@ -85,8 +86,8 @@ class CheckResult:
         """Yield findings with their paths in the configuration as it is: a single connector is its top level."""
         for finding in findings:
             inner = finding.path.removeprefix(validation.path_of(0))
-            is_single = self.router is Router.NONE and inner != finding.path
-            yield replace(finding, path=inner.removeprefix(".") or "kv_connector") if is_single else finding
+            is_its = self.is_single and inner != finding.path
+            yield replace(finding, path=inner.removeprefix(".") or "kv_connector") if is_its else finding
 
 
 # The text
@@ -99,12 +100,16 @@ def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritt
     """
     config, slips = correct(config)
     router = router_of(config)
-    is_variable = router is Router.STOCK and not config.get("kv_connector_module_path") and is_enabled()
+    is_plain = router is Router.STOCK and not config.get("kv_connector_module_path")
+    is_single = router is Router.NONE
+    is_wrapped = is_single and bool(config.get("kv_connector")) and not _is_of_dynamo(flags)
+    is_variable = (is_plain or is_wrapped) and is_enabled()
     plugins = os.environ.get(_PLUGINS)
     by_variable = is_variable and (plugins is None or "kvobs" in plugins.split(","))
     if by_variable or (is_rewritten and router is Router.STOCK):
         router = Router.KVOBS
-    result = CheckResult(router, by_variable, vllm_source.vllm_version(), rewrite(config), conditions=flags.conditions)
+    version, changed = vllm_source.vllm_version(), rewrite(config)
+    result = CheckResult(router, by_variable, version, changed, is_single=is_single, conditions=flags.conditions)
     result.add(slips)
     if router is not Router.KVOBS and not is_rewritten:
         result.add(warnings=[_warn_of_other_router(config, router, plugins if is_variable else None)])
@@ -196,7 +201,7 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
     # The part of vLLM's configuration that is read.
     vllm_config = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint))
     tracing = TracingSettings.of(options, vllm_config)
-    is_dynamo = flags.launcher == DYNAMO_VLLM or any(map(_OF_DYNAMO.match, os.environ))
+    is_dynamo = _is_of_dynamo(flags)
     setup = Setup(
         options.exporter,
         has_stats=not flags.disable_log_stats,
@@ -228,6 +233,10 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
     result.tracing = "calls" if tracing.has_calls else "requests"
     if tracing.endpoint is None:
         result.off["joining clients' traces"] = "--otlp-traces-endpoint is not set: vLLM drops trace headers"
+
+
+def _is_of_dynamo(flags: Flags) -> bool:
+    return flags.launcher == DYNAMO_VLLM or any(map(_OF_DYNAMO.match, os.environ))
 
 
 def _warn_of_dynamo(result: CheckResult, exporter: ExporterOptions | None) -> Iterator[Finding]:

@@ -8,13 +8,12 @@ from enum import Enum, auto
 from typing import Any
 
 from kvobs.connectors.known import OURS, PD_ROUTER, ROUTER
+from kvobs.connectors.wrap import ROUTED, wrap
 from kvobs.schema.config import PATH, ConfigError
 from kvobs.schema.config import read as read_extra
 from kvobs.schema.findings import Finding, show
-from kvobs.vllm_api.versions import TransferConfig
 
 _STOCK = (None, "", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
-_AT_THE_TOP = ("engine_id", "kv_load_failure_policy")  # inherited by connectors; read at the top level only
 
 
 class Router(Enum):
@@ -58,11 +57,7 @@ def rewrite(config: Mapping[str, Any]) -> dict[str, Any]:
     router = router_of(config)
     if router is Router.KVOBS:
         return old
-    head = {"kv_connector": ROUTER, "kv_connector_module_path": "kvobs"}
-    new = head | {key: value for key, value in old.items() if key not in head}
-    if router is Router.NONE:
-        keys = [key for key in TransferConfig.model_fields if key in old and key not in _AT_THE_TOP]
-        new[PATH] = {"connectors": [{key: old[key] for key in keys}]}
+    new = wrap(old) if router is Router.NONE else ROUTED | {key: old[key] for key in old if key not in ROUTED}
     _fill_in_names(new.get(PATH))
     return new
 

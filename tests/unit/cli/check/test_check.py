@@ -39,16 +39,23 @@ def test_a_policy_of_a_child_is_ignored() -> None:
 def test_router_is_found_with_and_without_the_variable(
     config: dict[str, Any], router: Router, path: str, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the variable, a plain MultiConnector is kvobs's."""
+    """With the variable, a plain MultiConnector is kvobs's, and a single connector has it as its router."""
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))  # plugins may be loaded
     monkeypatch.setenv(ENABLE_VARIABLE, variable)
     checked = check(config)
-    by_variable = variable == "1" and router is Router.STOCK
+    by_variable = variable == "1" and router is not Router.KVOBS
     assert checked.by_variable is by_variable
     assert checked.router is (Router.KVOBS if by_variable else router)
     assert [warning.path for warning in checked.warnings] == ([] if by_variable or path is None else [path])
     assert checked.mistakes == []
     assert all(connector.facts for connector in checked.connectors)
+
+
+def test_a_single_connector_of_dynamo_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENABLE_VARIABLE, "1")
+    checked = check(dict(TWO[0]), Flags(launcher="dynamo.vllm"))
+    assert (checked.router, checked.by_variable) == (Router.NONE, False)
+    assert "kvobs is not enabled" in checked.warnings[0].says
 
 
 def test_without_stats_kvobs_is_blind_and_with_traces_too_vllm_fails() -> None:
