@@ -10,8 +10,6 @@ import pytest
 
 from dashboards.__main__ import BOARDS
 from docs.pages import ROOT
-from kvobs import cli
-from kvobs.cli import commands
 from kvobs.schema.signals import SIGNALS, Scope
 from tests.support.pages import ALL_TEXTS, TEXTS, Mention, every, paragraphs
 
@@ -56,16 +54,6 @@ def test_a_path_exists(path: Mention) -> None:
 def test_a_module_exists(module: Mention) -> None:
     path = ROOT / module.what.replace(".", "/")
     assert path.is_dir() or path.with_suffix(".py").exists() or path.with_suffix(".c").exists()
-
-
-@pytest.mark.parametrize("metric", every(r"\b(kvobs_[a-z_]+_(?:total|seconds|tokens|bytes))\b", CODE), ids=str)
-def test_a_metric_in_the_sources_exists(metric: Mention) -> None:
-    assert metric.what in {signal.name for signal in SIGNALS}
-
-
-def test_the_command_lists_its_parts() -> None:
-    listed = re.findall(r"\w+", (cli.__doc__ or "").partition(":")[2])
-    assert set(listed) - {"and", "the"} == set(commands.COMMANDS)
 
 
 # --- what only the exporter has

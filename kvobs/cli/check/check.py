@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvobs.cli.check import destinations, rules, vllm_source
-from kvobs.cli.check.flags import DEFAULTS, DYNAMO_VLLM, RAY, Flags
+from kvobs.cli.check.flags import DEFAULTS, DYNAMO_VLLM, NIXL_PORT, RAY, Flags
 from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of
 from kvobs.connectors import validation
 from kvobs.connectors.known import PD_ROUTER, ROUTER
@@ -39,6 +39,7 @@ _PLUGINS = "VLLM_PLUGINS"
 _CONSOLIDATOR = "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR"
 _OF_DYNAMO = re.compile(r"DYN_(?!KVBM_)")  # KVBM's are read under `vllm serve` too
 _LAST_PORT = 65535
+_HOUR_S, _FEW_MS = 3600, 10
 
 
 @dataclass(slots=True)
@@ -211,6 +212,7 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
         is_in_ray_actor=flags.launcher == RAY,
     )
     _check_ports(result, setup.running, flags)
+    result.add(warnings=_warn_of_start(setup.running, flags))
     if is_dynamo:
         result.add(warnings=_warn_of_dynamo(result, setup.running))
     if flags.disable_log_stats and endpoint is not None:
@@ -218,6 +220,12 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
         result.add([Finding("--disable-log-stats, --otlp-traces-endpoint", found, fix="remove one of them")])
     else:
         result.add(warnings=findings(setup))
+    if endpoint is not None and versions.has_rust_frontend():
+        found, fix = (
+            f"{versions.RUST_FRONTEND} is set: that front end refuses it",
+            "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        )
+        result.add([Finding("--otlp-traces-endpoint", found, fix=fix)])
     if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
         fix = "write the collector's address, such as http://localhost:4317"
         result.add(warnings=[Finding("--otlp-traces-endpoint", "has neither a scheme nor a port", fix=fix)])
@@ -233,6 +241,18 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
     result.tracing = "calls" if tracing.has_calls else "requests"
     if tracing.endpoint is None:
         result.off["joining clients' traces"] = "--otlp-traces-endpoint is not set: vLLM drops trace headers"
+
+
+def _warn_of_start(exporter: ExporterOptions | None, flags: Flags) -> Iterator[Finding]:
+    """Yield what can't work at the place where the engine is started."""
+    if flags.is_in_container and exporter is not None and exporter.port is not None:
+        with suppress(OSError):  # an unknown name is found with the ports
+            if not is_reached_from_elsewhere(exporter.host):
+                found = f"found host {exporter.host!r}, which nobody outside the pod or container reaches"
+                yield Finding(f"{PATH}.kvobs.exporter", found, fix='add "host": "0.0.0.0", for Prometheus to scrape it')
+    for port, whose in flags.nixl_taken.items():
+        fix = "give each engine of a host another port"
+        yield Finding(f"environment variable {NIXL_PORT}", f"found port {port}, which is {whose}", fix=fix)
 
 
 def _is_of_dynamo(flags: Flags) -> bool:
@@ -287,6 +307,13 @@ def _check_effects(result: CheckResult, flags: Flags) -> None:
         if name == "ExampleConnector" and flags.has_chunked_prefill:
             text = "found ExampleConnector with chunked prefill, of whose chunks it saves the first only"
             found.append(Finding(f"{validation.path_of(i)}.kv_connector", text, fix="add --no-enable-chunked-prefill"))
+    for name, is_odd, unit in (
+        ("stuck_after_s", options.stuck_after_s >= _HOUR_S, "seconds"),
+        ("slow_load_ms", options.slow_load_ms < _FEW_MS, "milliseconds"),
+    ):
+        if is_odd:
+            text = f"found {getattr(options, name):g} {unit}, which is unusual"
+            found.append(Finding(f"{place}.{name}", text, fix="look at its unit"))
     result.add(warnings=found)
 
 

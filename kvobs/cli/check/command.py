@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvobs.cli.check.check import CheckResult, check_classes, check_text
-from kvobs.cli.check.flags import Flags, flags_of
+from kvobs.cli.check.flags import NIXL_PORT, Flags, flags_of
 from kvobs.cli.check.launch import NETWORK, UNKNOWN, Source
 from kvobs.cli.check.live import LiveResult, look
 from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_live, lay_out_text, lines, verdict
@@ -113,8 +113,9 @@ def _check_all(sources: list[Source], given: dict[str, Any], out: Console, shoul
             ports = taken.setdefault(network := source.environment.get(NETWORK, ""), {})
             flags = flags_of(source.config, source.flags, source.environment, given=given, taken=ports)
             result = (_rewrite if should_rewrite else _check)(source, flags, out)
-            whose = f"the exporter's of {source.place}, if both run on one host"
-            ports |= dict.fromkeys(result.ports if network else (), whose)
+            for kind, its in (("the exporter's", result.ports), (f"{NIXL_PORT} of NixlConnector", flags.nixl)):
+                whose = f"{kind} of {source.place}, if both run on one host"
+                ports |= dict.fromkeys(its if network else (), whose)
         results.append(result)
     if len(sources) > 1:
         out.print("", verdict(*results), sep="\n")

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvobs.connectors.sync_loads import SAFE, Conditions
-from kvobs.schema.config import PATH
+from kvobs.schema.config import ENABLE_VARIABLE, PATH
 from kvobs.schema.findings import Finding
 from kvobs.vllm_api.versions import V2_RUNNER
 
 LAUNCHER, RAY, DYNAMO_VLLM = "launcher", "engine_kwargs", "dynamo.vllm"
 """The key among the options that says who starts the engine, and its values; without it `vllm serve` does."""
 SIZE = "kv-offloading-size"
-_NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+NIXL_PORT, _DYNAMO_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT", "DYN_SYSTEM_PORT"
+CONTAINER = "kvobs container"
+"""A mark among the variables of an engine whose container has a network without Prometheus."""
 _NUMBERS = {
     *("port", "api-server-count", "data-parallel-size", "data-parallel-size-local", "data-parallel-rpc-port"),
     "pipeline-parallel-size",
@@ -43,6 +45,9 @@ class Flags:
     launcher: str = ""
     conditions: Conditions = SAFE
     taken: Mapping[int, str] = field(default_factory=dict)
+    nixl: range = range(0)  # its ports
+    nixl_taken: Mapping[int, str] = field(default_factory=dict)  # those that another engine has, and whose they are
+    is_in_container: bool = False
 
 
 def options_of(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -77,8 +82,9 @@ def with_offloading(
         with suppress(TypeError, ValueError, OverflowError):
             extra["cpu_bytes_to_use"] = int(float(size) * (1 << 30))
     text = f"vLLM makes {name} of it, in the place of any kv_connector of --kv-transfer-config"
-    warning = Finding(f"--{SIZE}", text, fix="remove it, and use a configuration, as --rewrite prints it")
-    return {**config, "kv_connector": name, "kv_role": "kv_both", PATH: extra}, [warning]
+    fix = f"use the configuration that --rewrite prints in its place, or start vLLM with {ENABLE_VARIABLE}=1"
+    warnings = [] if ENABLE_VARIABLE in environment else [Finding(f"--{SIZE}", text, fix=fix)]
+    return {**config, "kv_connector": name, "kv_role": "kv_both", PATH: extra}, warnings
 
 
 DEFAULTS = Flags()
@@ -97,11 +103,14 @@ def flags_of(
     is_one = _is_one_of_several(beside)
     engines = 1 if is_one else max(1, int(beside.get("data-parallel-size-local", beside.get("data-parallel-size", 1))))
     ports = {int(beside.get("port", 8000)): "--port of vLLM's API server"} if beside else {}
+    if (of_dynamo := environment.get(_DYNAMO_PORT, "")).isdecimal():
+        ports[int(of_dynamo)] = f"{_DYNAMO_PORT} of NVIDIA Dynamo"
     if engines > 1:
         ports[int(beside.get("data-parallel-rpc-port", 29550))] = "--data-parallel-rpc-port"
-    nixl = environment.get(_NIXL_PORT, os.environ.get(_NIXL_PORT, "5600"))
-    if nixl.isdecimal() and "Nixl" in str(config):
-        ports |= dict.fromkeys(range(int(nixl), int(nixl) + engines), f"{_NIXL_PORT} of NixlConnector")
+    first = environment.get(NIXL_PORT, os.environ.get(NIXL_PORT, "5600"))
+    has_nixl = first.isdecimal() and "Nixl" in str(config)
+    nixl = range(int(first), int(first) + engines) if has_nixl else range(0)
+    ports |= dict.fromkeys(nixl, f"{NIXL_PORT} of NixlConnector")
     return Flags(
         _is_on(options, "disable-log-stats"),
         str(endpoint) if (endpoint := options.get("otlp-traces-endpoint")) else None,
@@ -111,6 +120,9 @@ def flags_of(
         beside.get(LAUNCHER, ""),
         _conditions(beside, environment),
         {**taken, **ports},
+        nixl,
+        {port: taken[port] for port in nixl if port in taken},
+        CONTAINER in environment,
     )
 
 

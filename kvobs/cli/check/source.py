@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from kvobs.cli.check import launch
-from kvobs.cli.check.flags import LAUNCHER, RAY, SIZE
+from kvobs.cli.check.flags import CONTAINER, LAUNCHER, RAY, SIZE
 from kvobs.cli.check.launch import HAS_OPTION, NETWORK, OPTION, STARTS_VLLM, Source
 from kvobs.schema.config import PATH
 from kvobs.vllm_api.versions import MULTIPROCESS
@@ -125,7 +125,10 @@ def _engines(node: Any, place: str, environment: Mapping[str, str]) -> Iterator[
 
 def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]) -> Iterator[Source]:
     options = {str(key).replace("_", "-"): value for key, value in node.items()}
-    if not _KEYS.isdisjoint(node):
+    if f"--{OPTION}" in options and place.endswith("]"):
+        problem = f"--{OPTION} has a colon behind it, which makes a mapping of it: vLLM's arguments are texts"
+        yield Source(place=place, problem=f"{problem}; write '--{OPTION}=...', or the value as the next argument")
+    elif not _KEYS.isdisjoint(node):
         yield from launch.attempt(place, launch.source_of, node, {}, environment, place)
     elif options.get(OPTION) is not None or options.get(SIZE) is not None:
         options |= {LAUNCHER: RAY} if RAY in place else {}
@@ -133,6 +136,8 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
     else:
         of_chart = {MULTIPROCESS: "/tmp"} if node.get("vllmConfig") else {}  # of the vLLM production stack
         environment = {**environment, **of_chart, **_variables(node)}
+        if "image" in node and {"command", "args"} & node.keys() and node.get(NETWORK) != "host":
+            environment[CONTAINER] = "1"
         if isinstance(node.get("command"), list) and isinstance(node.get("args"), list):
             node = {**node, "command": None, "args": [*node["command"], *node["args"]]}
         for key, value in node.items():

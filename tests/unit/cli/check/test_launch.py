@@ -55,6 +55,8 @@ EXPORTER, NONE, LAST, OPEN, LOOPBACK, SENT = (
     for options in ("{}", "null", '{"port": 65530}', '{"host": "0.0.0.0"}', '{"host": "127.0.0.2"}',
                     '{"port": null, "otlp_metrics": true}')
 )  # fmt: skip
+SEEN, UNSEEN = router(CPU, NIXL, kvobs=OPEN), router(CPU, NIXL, kvobs=EXPORTER)
+NIXL_TWICE = "found port 5600, which is VLLM_NIXL_SIDE_CHANNEL_PORT of NixlConnector of command 1"
 SHELL = "exec vllm serve m --kv-transfer-config '{}'".format
 
 
@@ -148,7 +150,16 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     # scripts
     "export": (f"export KVOBS_ENABLE=1\nvllm serve m {K} '{STOCK}'", 1, ()),
     "not exported": (f"KVOBS_ENABLE=1\nvllm serve m {K} '{STOCK}'", 1, (STOCK_OFF,)),
-    "of the other one": (f"KVOBS_ENABLE=1 vllm serve m {LINE} &\nvllm serve m {K} '{STOCK}' &\n", 2, (STOCK_OFF,)),
+    "of the other one": (f"KVOBS_ENABLE=1 vllm serve m {LINE} &\nvllm serve m {K} '{STOCK}' &\n", 2, (STOCK_OFF, NIXL_TWICE)),
+    "ports for each": (f"vllm serve m {LINE} &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {LINE} &\n", 2, ()),
+    "one with a flag": ("KVOBS_ENABLE=1 vllm serve m --kv-offloading-size 10", 1, ()),
+    "rust front end": (f"VLLM_USE_RUST_FRONTEND=1 vllm serve m --otlp-traces-endpoint http://c:4317 {K} '{OURS}'", 1, ("that front end refuses it",)),
+    "dynamo's port": (f"DYN_SYSTEM_PORT=9464 python -m dynamo.vllm --model m {K} '{SEEN}'", 1, ("which is DYN_SYSTEM_PORT", "listens on '0.0.0.0'")),
+    "a colon": (pod(f"args: [m, {{'{K}': '{OURS}'}}]"), 1, ("has a colon behind it",)),
+    "exporter in a pod": (pod(f"args: {args(K, UNSEEN)}"), 1, ("nobody outside the pod or container reaches",)),
+    "exporter in a pod, seen": (pod(f"args: {args(K, SEEN)}"), 1, ("listens on '0.0.0.0'",)),
+    "exporter in a service": (f"services:\n  vllm:\n    image: v\n    network_mode: host\n    command: {args(K, UNSEEN)}\n", 1, ()),
+    "units": (router(CPU, NIXL, kvobs='{"stuck_after_s": 60000, "slow_load_ms": 1}'), 1, ("60000 seconds", "1 milliseconds")),
     "env": (f"exec env KVOBS_ENABLE=1 python3 -m vllm.entrypoints.openai.api_server --model m {K}='{STOCK}'", 1, ()),
     "docker": (f"docker run --gpus all -e KVOBS_ENABLE=1 -p 8000:8000 vllm/vllm-openai --model m {K} '{STOCK}'", 1, ()),
     "arguments in a variable": (f"ARGS='--port 1 {K} x'\nvllm serve m $ARGS", 1, ("the vllm line has $ARGS, whose value is not known here",)),
