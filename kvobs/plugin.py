@@ -1,8 +1,7 @@
 """Enable kvobs with ``KVOBS_ENABLE=1``, without a configuration key.
 
-Its class is registered as ``MultiConnector``, and a single connector, also that of ``--kv-offloading-size``, gets it as
-its router. If another plugin registers its own class under that name (vllm-ascend does), that class is kept, in
-whichever order the plugins run, and a warning is logged.
+Its class is registered as ``MultiConnector``, and is the router of a single connector, too. If another plugin registers
+a class under that name (vllm-ascend does), that class is kept, in whichever order they run, and a warning is logged.
 """
 
 import inspect
@@ -59,7 +58,8 @@ def _wrap_single_connectors() -> None:
     from vllm.config import VllmConfig
 
     # It resolves ``--kv-offloading-size``; vLLM's own checks by the connector's name are before it.
-    resolve = VllmConfig._post_init_kv_transfer_config
+    if (resolve := getattr(VllmConfig, "_post_init_kv_transfer_config", None)) is None:
+        return
 
     @wraps(resolve)
     def resolve_and_wrap(self: Any) -> None:
