@@ -122,7 +122,8 @@ def calls() -> Panel:
             "Values are interpolated within a bucket, a factor of four wide, or two from 1 s on.",
         ),
         Query(
-            f"topk(10, {SELECTION.quantile(0.99, signals.CALL_DURATION, 'connector', 'hook')})",
+            # Without those that have not been called: their quantile is no number.
+            f"topk(10, {SELECTION.quantile(0.99, signals.CALL_DURATION, 'connector', 'hook')} >= 0)",
             "{{connector}} {{hook}}",
         ),
         unit="s",
