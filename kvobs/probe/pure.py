@@ -161,6 +161,7 @@ class PureProbe(Probe):
             targets[len(begins) - 1].failed(begins[-1], end - begins[-1], error, scope[arguments[0]])
 
         def general(*args: Any, **kwargs: Any) -> None:
+            self.settle(fan_outs)  # the number of a slow layer is one of all before it
             try:
                 for call in recorded:
                     call(*args, **kwargs)
@@ -183,8 +184,7 @@ class PureProbe(Probe):
         if fan_outs not in self._short:
             return
         targets, short, before = self._short[fan_outs]
-        now = short()
-        n, *times = map(int.__sub__, now, before)
+        n, *times = map(int.__sub__, now := short(), before)
         before[:] = now
         if n:
             self.words[fan_outs] += n

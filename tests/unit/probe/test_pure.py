@@ -10,7 +10,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from kvobs.probe.layer_calls import ARGUMENTS, WAITS, LayerCall, LayerCalls
 from kvobs.probe.recorder import SUM
@@ -29,6 +29,7 @@ layers = st.tuples(
     st.lists(st.tuples(durations, ways), min_size=CONNECTORS, max_size=CONNECTORS),
     st.booleans(),
 )
+QUICK, LATE = [(0, "returns")] * CONNECTORS, (200_001, "returns")
 others = st.tuples(st.sampled_from(["close", "close, waiting", "count", "take"]))
 
 
@@ -80,6 +81,7 @@ class Engine:
 
 
 @given(st.lists(calls | layers | others, max_size=25))
+@example([("layers", "save_kv_layer", QUICK, False), ("layers", "save_kv_layer", [*QUICK[1:], LATE], True)])
 def test_both_count_the_same(program: list[Any]) -> None:
     stories, pages = [], []
     for kind in PROBES.values():
