@@ -170,4 +170,4 @@ def test_a_connector_that_can_not_be_routed_runs_as_it_is_and_the_log_says_so(
     config = KVTransferConfig(**SINGLE)
     assert resolved(config) is config
     assert as_json(config) == as_json(KVTransferConfig(**SINGLE))
-    assert re.search('(?s)kvobs is not enabled.*"kv_connector_module_path": "kvobs"', *caplog.messages)
+    assert re.search('(?s)kvobs is not enabled.*"kv_connector_module_path": "kvobs"', "".join(caplog.messages))
