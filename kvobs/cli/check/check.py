@@ -6,7 +6,6 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,8 +86,8 @@ class CheckResult:
         """Yield findings with their paths in the configuration as it is: a single connector is its top level."""
         for finding in findings:
             inner = finding.path.removeprefix(validation.path_of(0))
-            is_its = self.is_single and inner != finding.path
-            yield replace(finding, path=inner.removeprefix(".") or "kv_connector") if is_its else finding
+            is_inner = self.is_single and inner != finding.path
+            yield replace(finding, path=inner.removeprefix(".") or "kv_connector") if is_inner else finding
 
 
 # The text
@@ -221,11 +220,8 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
     else:
         result.add(warnings=findings(setup))
     if endpoint is not None and versions.has_rust_frontend():
-        found, fix = (
-            f"{versions.RUST_FRONTEND} is set: that front end refuses it",
-            "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-        )
-        result.add([Finding("--otlp-traces-endpoint", found, fix=fix)])
+        found = f"{versions.RUST_FRONTEND} is set: that front end refuses it"
+        result.add([Finding("--otlp-traces-endpoint", found, fix="set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")])
     if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
         fix = "write the collector's address, such as http://localhost:4317"
         result.add(warnings=[Finding("--otlp-traces-endpoint", "has neither a scheme nor a port", fix=fix)])
@@ -245,14 +241,20 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
 
 def _warn_of_start(exporter: ExporterOptions | None, flags: Flags) -> Iterator[Finding]:
     """Yield what can't work at the place where the engine is started."""
-    if flags.is_in_container and exporter is not None and exporter.port is not None:
-        with suppress(OSError):  # an unknown name is found with the ports
-            if not is_reached_from_elsewhere(exporter.host):
-                found = f"found host {exporter.host!r}, which nobody outside the pod or container reaches"
-                yield Finding(f"{PATH}.kvobs.exporter", found, fix='add "host": "0.0.0.0", for Prometheus to scrape it')
+    if flags.is_in_container and exporter is not None and not _is_seen(exporter):
+        found = f"found host {exporter.host!r}, which nobody outside the pod or container reaches"
+        yield Finding(f"{PATH}.kvobs.exporter", found, fix='add "host": "0.0.0.0", for Prometheus to scrape it')
     for port, whose in flags.nixl_taken.items():
         fix = "give each engine of a host another port"
         yield Finding(f"environment variable {NIXL_PORT}", f"found port {port}, which is {whose}", fix=fix)
+
+
+def _is_seen(exporter: ExporterOptions) -> bool:
+    """Return whether metrics leave the machine: the exporter sends them, or its host is reached from elsewhere."""
+    try:
+        return exporter.port is None or is_reached_from_elsewhere(exporter.host)
+    except OSError:
+        return True  # an unknown name is found with the ports
 
 
 def _is_of_dynamo(flags: Flags) -> bool:
@@ -261,11 +263,7 @@ def _is_of_dynamo(flags: Flags) -> bool:
 
 def _warn_of_dynamo(result: CheckResult, exporter: ExporterOptions | None) -> Iterator[Finding]:
     """Yield the metrics and events that NVIDIA Dynamo does not get."""
-    is_seen = exporter is not None
-    if exporter is not None and exporter.port is not None:  # else it sends them
-        with suppress(OSError):  # an unknown name is found with the ports
-            is_seen = is_reached_from_elsewhere(exporter.host)
-    if not is_seen:
+    if exporter is None or not _is_seen(exporter):
         found = "NVIDIA Dynamo serves metrics that begin with vllm: or lmcache: only; kvobs's are at its exporter"
         found += ", which is switched off" if exporter is None else f", at {exporter.host}"
         fix = 'set kvobs.exporter to {"host": "0.0.0.0"}, and scrape its port: see docs/dynamo.md'
