@@ -122,7 +122,7 @@ def calls() -> Panel:
             "Values are interpolated within a bucket, a factor of four wide, or two from 1 s on.",
         ),
         Query(
-            # Without those that have not been called: their quantile is no number.
+            # A hook without calls in the window has the quantile NaN, which `>= 0` leaves out.
             f"topk(10, {SELECTION.quantile(0.99, signals.CALL_DURATION, 'connector', 'hook')} >= 0)",
             "{{connector}} {{hook}}",
         ),

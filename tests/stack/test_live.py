@@ -128,7 +128,7 @@ def test_a_boards_variables_have_values_and_its_annotations_can_be_asked(uid: st
 OF_TROUBLE = {
     "engine:kvobs_scheduler_seconds:late_rate2m": "no connector blocks the scheduler",
     "connector_mode:kvobs_slow_loads:median_rate2m": "most loads are quick",
-    "connector:kvobs_slowed_loads:ratio_rate2m": "there is no day before",
+    "connector:kvobs_slowed_loads:ratio_rate2m": "Prometheus has no samples of the day before",
 }
 """Recording rules that may find nothing in such a run, and why."""
 
