@@ -54,9 +54,7 @@ class _Proxy(urllib.request.ProxyHandler):
     """The proxy of the environment, but for this machine."""
 
     def proxy_open(self, req: Any, proxy: str, type: str) -> Any:  # noqa: A002 - the name of urllib's argument
-        if _IS_HERE.fullmatch(req.host):
-            return None
-        return super().proxy_open(req, proxy, type)
+        return None if _IS_HERE.fullmatch(req.host) else super().proxy_open(req, proxy, type)
 
 
 def use_certificates(cacert: str | None = None, cert: str | None = None, key: str | None = None) -> None:

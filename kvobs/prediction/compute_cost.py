@@ -125,9 +125,7 @@ class ComputeCost:
         ``context`` are the tokens before them, ``rest`` those after them, which are computed in either case.
         """
         all_of_it, remaining = self.predict(tokens + rest, context), self.predict(rest, context + tokens)
-        if all_of_it is None or remaining is None:
-            return None
-        return max(0.0, all_of_it - remaining)
+        return None if all_of_it is None or remaining is None else max(0.0, all_of_it - remaining)
 
 
 class StepTimes:

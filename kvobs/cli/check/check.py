@@ -116,6 +116,7 @@ def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritt
     _check_entries(result)
     has_vllm = not is_rewritten and result.vllm is not None
     result.add(*rules.check_entries(result.config, is_stock=router is Router.STOCK, has_vllm=has_vllm))
+    result.add(rules.check_memory(result.config, flags.memory))
     if result.vllm is None:
         result.off["classes"] = "vLLM is not installed here: connector classes were not checked"
     _check_telemetry(result, flags)
@@ -317,9 +318,7 @@ def _check_effects(result: CheckResult, flags: Flags) -> None:
 
 def _refusal(path: Path) -> str | None:
     """Return why the engine could not write a log to a file; None if it can, or makes it."""
-    if not path.parent.is_dir():
-        return f"{path.parent} is missing"
-    return "it is a folder" if path.is_dir() else None
+    return "it is a folder" if path.is_dir() else None if path.parent.is_dir() else f"{path.parent} is missing"
 
 
 def _note_options_that_are_off(result: CheckResult) -> None:

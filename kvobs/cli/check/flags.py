@@ -18,6 +18,8 @@ SIZE = "kv-offloading-size"
 NIXL_PORT, _DYNAMO_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT", "DYN_SYSTEM_PORT"
 CONTAINER = "kvobs container"
 """A mark among the variables of an engine whose container has a network without Prometheus."""
+MEMORY = "kvobs memory limit"
+"""Such a mark with the limit of the container's memory, as Kubernetes writes it."""
 _NUMBERS = {
     *("port", "api-server-count", "data-parallel-size", "data-parallel-size-local", "data-parallel-rpc-port"),
     "pipeline-parallel-size",
@@ -48,6 +50,7 @@ class Flags:
     nixl: range = range(0)  # its ports
     nixl_taken: Mapping[int, str] = field(default_factory=dict)  # those that another engine has, and whose they are
     is_in_container: bool = False
+    memory: str = ""  # the most that the container may have, such as 64Gi
 
 
 def options_of(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -123,6 +126,7 @@ def flags_of(
         nixl,
         {port: taken[port] for port in nixl if port in taken},
         CONTAINER in environment,
+        environment.get(MEMORY, ""),
     )
 
 

@@ -65,7 +65,8 @@ def read_json(text: str) -> tuple[Any, list[str]]:
         repeated.extend(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
         return dict(pairs)
 
-    text = _write_out(text)
+    # Numbers such as 80G and 1.5g are 80 * 2**30 and 1.5 * 10**9, as in vLLM's parser.
+    text = _NUMBER.sub(lambda match: match[1] or str(int(float(match[2]) * _FACTORS[match[3]])), text)
     try:
         return json.loads(text, object_pairs_hook=unique), repeated
     except RecursionError:
@@ -79,11 +80,6 @@ def require_known(what: str, text: str) -> None:
     """Raise ``NotKnownError`` if a text has parts that a shell or a template replaces."""
     if names := dict.fromkeys(UNKNOWN.findall(text)):
         raise NotKnownError(f"{what} has {', '.join(names)}, whose value is not known here")
-
-
-def _write_out(text: str) -> str:
-    """Return JSON with numbers such as 80G and 1.5g, 80 * 2**30 and 1.5 * 10**9, written out, as vLLM's parser does."""
-    return _NUMBER.sub(lambda match: match[1] or str(int(float(match[2]) * _FACTORS[match[3]])), text)
 
 
 def source_of(given: Any, flags: Mapping[str, Any], environment: Mapping[str, str], place: str) -> Source:

@@ -32,9 +32,7 @@ def router_of(config: Mapping[str, Any]) -> Router:
         return Router.DYNAMO
     if config.get("kv_connector") != ROUTER:
         return Router.NONE
-    if module in OURS:
-        return Router.KVOBS
-    return Router.STOCK if module in _STOCK else Router.NONE
+    return Router.KVOBS if module in OURS else Router.STOCK if module in _STOCK else Router.NONE
 
 
 def correct(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:

@@ -5,6 +5,7 @@ or a way to correct it.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding, unknown
 
 _OPPOSITE = {"kv_producer": "kv_consumer", "kv_consumer": "kv_producer"}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([kKMGT]?)(i?)")  # of Kubernetes
 _DEEPEST = 8  # routers within routers
 _MQ_TIMEOUT, _LONG_S = "lmcache.mp.mq_timeout", 10
 
@@ -104,6 +106,17 @@ def _same_class(whole: Mapping[str, Any]) -> Iterator[Finding]:
             found = f"found a second {name}: vLLM's own MultiConnector keeps one set of metrics for a class, so that "
             found += "the numbers of both are mixed, or the server fails where their metrics differ"
             yield Finding(f"{PATH}.connectors[{i}].kv_connector", found, fix="route with kvobs, see --rewrite")
+
+
+def check_memory(whole: Mapping[str, Any], limit: str) -> Iterator[Finding]:
+    """Yield a mistake if connectors keep more in memory than a container's limit, such as 64Gi; empty: not known."""
+    extras = [entry.get(PATH) for _, entry in _walk(whole, "") if _name(entry) in _NUMBERS]
+    sizes = [extra.get("cpu_bytes_to_use") for extra in extras if isinstance(extra, Mapping)]
+    needed = sum(int(size) for size in sizes if size and _is_number(size))
+    found = _QUANTITY.fullmatch(limit)
+    if found and needed > float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index((found[2] or " ").upper()):
+        text = f"found {limit}, while connectors keep {needed:,} bytes in memory: the kernel would end the engine"
+        yield Finding("resources.limits.memory", text, fix="raise the limit, or lower cpu_bytes_to_use")
 
 
 # Connectors' own options

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from kvobs.cli.check import launch
-from kvobs.cli.check.flags import CONTAINER, LAUNCHER, RAY, SIZE
+from kvobs.cli.check.flags import CONTAINER, LAUNCHER, MEMORY, RAY, SIZE
 from kvobs.cli.check.launch import HAS_OPTION, NETWORK, OPTION, STARTS_VLLM, Source
 from kvobs.schema.config import PATH
 from kvobs.vllm_api.versions import MULTIPROCESS
@@ -138,6 +138,9 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
         environment = {**environment, **of_chart, **_variables(node)}
         if "image" in node and {"command", "args"} & node.keys() and node.get(NETWORK) != "host":
             environment[CONTAINER] = "1"
+        match node:
+            case {"resources": {"limits": {"memory": str(limit)}}}:
+                environment[MEMORY] = limit
         if isinstance(node.get("command"), list) and isinstance(node.get("args"), list):
             node = {**node, "command": None, "args": [*node["command"], *node["args"]]}
         for key, value in node.items():

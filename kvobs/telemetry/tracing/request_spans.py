@@ -56,9 +56,7 @@ class Trace:
         """Return the reason for a span of this trace; None if it is not exported."""
         if has_failed:
             return Reason.ERROR
-        if is_slow:
-            return Reason.SLOW
-        return self.reason if self.is_sampled else None
+        return Reason.SLOW if is_slow else self.reason if self.is_sampled else None
 
 
 class Opened(NamedTuple):

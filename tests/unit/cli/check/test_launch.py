@@ -73,7 +73,6 @@ def pod(container: str) -> str:
 K = "--kv-transfer-config"
 # Text, number of engines, words of each finding.
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    # of the review
     "plugins": (f"VLLM_PLUGINS=lora KVOBS_ENABLE=1 vllm serve m {K} '{STOCK}'", 1, (UNLISTED,)),
     "plugins with kvobs": (f"VLLM_PLUGINS=lora,kvobs KVOBS_ENABLE=1 vllm serve m {K} '{STOCK}'", 1, ()),
     "plugins and the key": (f"VLLM_PLUGINS=lora vllm serve m {LINE}", 1, ()),
@@ -158,6 +157,8 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "a colon": (pod(f"args: [m, {{'{K}': '{OURS}'}}]"), 1, ("has a colon behind it",)),
     "exporter in a pod": (pod(f"args: {args(K, UNSEEN)}"), 1, ("nobody outside the pod or container reaches",)),
     "exporter in a pod, seen": (pod(f"args: {args(K, SEEN)}"), 1, ("listens on '0.0.0.0'",)),
+    "memory": (pod(f"resources: {{limits: {{memory: 9.5Mi}}}}, args: {args(K, CPU)}"), 1, ("found 9.5Mi, while connectors keep 10,000,000 bytes", OFF)),
+    "memory that is enough": (pod(f"resources: {{limits: {{memory: 10M}}}}, args: {args(K, OURS)}"), 1, ()),
     "exporter in a service": (f"services:\n  vllm:\n    image: v\n    network_mode: host\n    command: {args(K, UNSEEN)}\n", 1, ()),
     "units": (router(CPU, NIXL, kvobs='{"stuck_after_s": 60000, "slow_load_ms": 1}'), 1, ("60000 seconds", "1 milliseconds")),
     "env": (f"exec env KVOBS_ENABLE=1 python3 -m vllm.entrypoints.openai.api_server --model m {K}='{STOCK}'", 1, ()),
