@@ -26,7 +26,7 @@ HANGS = {"sleep_in": "wait_for_save", "sleep_ms": {"1": 600_000}}  # on rank 1
 @pytest.fixture
 def linked() -> Iterator[Path]:
     """A folder for links to the pages: an engine of another test may start, and remove those of dead processes."""
-    with tempfile.TemporaryDirectory(dir=black_box.folder().parent, prefix="kvobs-test-") as folder:
+    with tempfile.TemporaryDirectory(dir=black_box.folder().parent, prefix="pages-") as folder:
         yield Path(folder)
 
 
