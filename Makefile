@@ -26,7 +26,7 @@ PYENV := $(subst $() ,:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test test-probe wheels test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
+.PHONY: help install demo test test-probe wheels release test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,21 @@ wheels: $(INSTALLED) ## Build and check the wheels: compiled for this machine, f
 		$(BIN)/uv pip install --quiet --python build/wheels/venv/bin/python $(WHEELHOUSE)/*$${wheel%:*}*.whl; \
 		build/wheels/venv/bin/python -I -c "from kvobs.probe.native import choice; assert choice().is_native is $${wheel#*:}, choice(); print('Python $$version:', choice())"; \
 	done; done
+
+# Who builds the same commit gets the same bytes, and can compare them with those that are published.
+wheels: export SOURCE_DATE_EPOCH := $(or $(shell git log -1 --format=%ct 2>/dev/null),1577836800)
+release: $(INSTALLED) ## Build all that is published, twice, and compare the bytes; run the demo from the wheel
+	set -e; for folder in build/again $(WHEELHOUSE); do \
+		$(MAKE) wheels WHEELHOUSE=$$folder; \
+		tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner --mode=u+rw,go=rX -C dashboards -c generated | gzip -n >$$folder/kvobs-dashboards.tar.gz; \
+		$(BIN)/uvx --quiet --from cyclonedx-bom cyclonedx-py environment --output-reproducible --pyproject pyproject.toml \
+			--output-file $$folder/kvobs.cdx.json build/wheels/venv/bin/python; \
+	done
+	cd $(WHEELHOUSE) && sha256sum * >../build/SHA256SUMS && mv ../build/SHA256SUMS . && cd ../build/again && sha256sum --quiet --check ../../$(WHEELHOUSE)/SHA256SUMS
+	$(BIN)/uv venv --quiet --clear build/release
+	$(BIN)/uv pip install --quiet --python build/release/bin/python $(WHEELS) "$$(echo $(WHEELHOUSE)/*abi3*$$(uname -m).whl)[engine]"
+	cd build && release/bin/kvobs demo
+	cat $(WHEELHOUSE)/SHA256SUMS
 
 test-python: $(PYTHONS:%=.pythons/%/.installed) promtool ## Run the tests of `make test` under Python 3.12 and 3.13; PYTHONS=3.13: under that only
 	set -e; for version in $(PYTHONS); do echo "Python $$version"; .pythons/$$version/bin/python -m pytest $(SHARED) -m $(QUICK) $(TESTS); done
