@@ -86,7 +86,8 @@ release: $(INSTALLED) ## Build all that is published, twice, and compare the byt
 		$(BIN)/uvx --quiet --from cyclonedx-bom cyclonedx-py environment --output-reproducible --pyproject pyproject.toml \
 			--output-file $$folder/kvobs.cdx.json build/wheels/venv/bin/python; \
 	done
-	cd $(WHEELHOUSE) && sha256sum * >../build/SHA256SUMS && mv ../build/SHA256SUMS . && cd ../build/again && sha256sum --quiet --check ../../$(WHEELHOUSE)/SHA256SUMS
+	cd $(WHEELHOUSE) && sha256sum * >SHA256SUMS
+	cd build/again && sha256sum --quiet --check $(abspath $(WHEELHOUSE))/SHA256SUMS
 	$(BIN)/uv venv --quiet --clear build/release
 	$(BIN)/uv pip install --quiet --python build/release/bin/python $(WHEELS) "$$(echo $(WHEELHOUSE)/*abi3*$$(uname -m).whl)[engine]"
 	cd build && release/bin/kvobs demo
