@@ -33,7 +33,7 @@ HANGS_NS = UNWATCHED_NS = 10 * 10**9
 """After this time in one call it is logged; after this time without a look, ages of calls begin again."""
 LOOK_S, PAUSE_S = 1.0, 0.01
 AT_ONCE_S = 0.05
-"""When stopped, vLLM kills an engine's processes within about 1 ms; after one has ended by itself, it takes 190."""
+"""When stopped, vLLM kills an engine's processes within 1 ms; after one ended by itself, 186 ms later or more."""
 NOT_SEEN, STOPPED, UNKNOWN = "not seen", "stopped", "unknown"
 PREVIOUS_S = 15 * 60.0
 """How long the end of the previous life is shown, and how old it is at most at the start."""
