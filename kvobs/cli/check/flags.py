@@ -18,8 +18,7 @@ SIZE = "kv-offloading-size"
 NIXL_PORT, _DYNAMO_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT", "DYN_SYSTEM_PORT"
 CONTAINER = "kvobs container"
 """A mark among the variables of an engine whose container has a network without Prometheus."""
-MEMORY = "kvobs memory limit"
-"""Such a mark with the limit of the container's memory, as Kubernetes writes it."""
+MEMORY = "kvobs memory limit"  # such a mark, with the limit of the container's memory, as Kubernetes writes it
 _NUMBERS = {
     *("port", "api-server-count", "data-parallel-size", "data-parallel-size-local", "data-parallel-rpc-port"),
     "pipeline-parallel-size",

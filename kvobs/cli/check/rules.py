@@ -111,8 +111,8 @@ def _same_class(whole: Mapping[str, Any]) -> Iterator[Finding]:
 def check_memory(whole: Mapping[str, Any], limit: str) -> Iterator[Finding]:
     """Yield a mistake if connectors keep more in memory than a container's limit, such as 64Gi; empty: not known."""
     extras = [entry.get(PATH) for _, entry in _walk(whole, "") if _name(entry) in _NUMBERS]
-    sizes = [extra.get("cpu_bytes_to_use") for extra in extras if isinstance(extra, Mapping)]
-    needed = sum(int(size) for size in sizes if size and _is_number(size))
+    sizes = [extra.get("cpu_bytes_to_use") or 0 for extra in extras if isinstance(extra, Mapping)]
+    needed = sum(map(int, filter(_is_number, sizes)))
     found = _QUANTITY.fullmatch(limit)
     if found and needed > float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index((found[2] or " ").upper()):
         text = f"found {limit}, while connectors keep {needed:,} bytes in memory: the kernel would end the engine"
