@@ -14,21 +14,19 @@ among them, and a reuse after hours is estimated from a few. What is left stands
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise, repeat
+from itertools import pairwise
 from math import inf
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-
-Places: TypeAlias = npt.NDArray[np.int64]
-_NONE: Places = np.empty(0, np.int64)
 
 SAMPLES_AT_MOST = 9216
 _THINNED_TO = SAMPLES_AT_MOST // 3  # removing many at once costs less
-_PLACES = 2 * SAMPLES_AT_MOST  # uses after which samples get new numbers; the number of unknown blocks, too
+_PLACES = 2 * SAMPLES_AT_MOST  # uses after which samples get new numbers
+_SPAN = 64  # places whose weights have one sum
 _RUNS_PER_DEPTH = 8  # a run has an eighth of the blocks before it, at least one
 
 
@@ -40,22 +38,26 @@ class Reuse(NamedTuple):
 
 
 class ReuseDistances:
-    """The last uses of sampled blocks; ``sizes`` are those of caches, in blocks, in ascending order."""
+    """The last uses of sampled blocks; ``sizes`` are those of caches, in blocks, in ascending order.
+
+    numpy only thins: within an engine's step its code is cold, and it gives the GIL away: a sum takes 150 us.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = [*sizes, inf]
+        self._sizes = [*sizes, 1 << 62]
         ends = [0]
         while ends[-1] < sizes[-1]:
             ends.append(ends[-1] + max(1, ends[-1] // _RUNS_PER_DEPTH))
         self._ends = ends[1:]  # of the runs
-        self._runs = np.diff(ends)
+        self._runs = [end - start for start, end in pairwise(ends)]
         self._sampled = [(start + end) // 2 for start, end in pairwise(ends)]  # the depth of the block for the run
         self._last: dict[int, int] = {}  # the first 8 bytes of a sampled block's hash -> place of its last use
         self._next = self._thinned = 0  # places from `_thinned` on are of samples that were not scaled
         # By place: these bytes, how many blocks the sample stands for (0: it was used again), and the factor of that.
-        self._hashes = np.zeros(_PLACES, np.uint64)
-        self._weights = np.zeros(_PLACES + 1, np.int64)
-        self._scales = np.ones(_PLACES, np.int32)
+        self._hashes = array("Q", bytes(8 * _PLACES))
+        self._weights = array("q", bytes(8 * _PLACES))
+        self._scales = array("i", [1]) * _PLACES
+        self._sums = array("q", bytes(8 * _PLACES // _SPAN))  # of the weights, in spans that are full
         self._largest = sizes[-1]
         self._exact: float = sizes[-1]  # the distance up to which no sample is missing
         self._excess = 0  # blocks that scaled samples stood for beyond those of the prompts; balanced by later prompts
@@ -66,17 +68,17 @@ class ReuseDistances:
         if not blocks:
             return Reuse(counted, 0)
         used = bisect_left(self._sampled, blocks)
-        runs = self._runs[:used].copy()
+        runs = self._runs[:used]
         runs[-1] += blocks - self._ends[used - 1]
         keys, places = self._places(hashes, 0, used)
         lowest, distance, size, seen = self._next, 0, 0, 0
         thinned, limit = self._thinned, self._sizes[0]
-        for place, run, end in zip(places.tolist(), runs.tolist(), self._ends, strict=False):
-            if place == _PLACES:
+        for place, run, end in zip(places, runs, self._ends, strict=False):
+            if place is None:
                 continue
-            weight = run if place >= thinned else run * self._scales.item(place)
+            weight = run if place >= thinned else run * self._scales[place]
             if place < lowest:
-                distance += weight if place == lowest - 1 else int(self._weights[place:lowest].sum())
+                distance += weight if place == lowest - 1 else self._between(place, lowest)
                 lowest = place
                 while distance > limit:  # the run's first blocks are nearer than its last
                     nearer = max(0, weight - (distance - limit))
@@ -99,33 +101,41 @@ class ReuseDistances:
             keys, places = self._places(hashes, begin, end)
             self._use(keys, self._runs[begin:end], places)
 
-    def _places(self, hashes: Sequence[bytes], begin: int, end: int) -> tuple[list[int], Places]:
-        """Return the keys of these samples and the places of their last uses, after making room for them.
-
-        The places are empty if all samples are new.
-        """
+    def _places(self, hashes: Sequence[bytes], begin: int, end: int) -> tuple[array[int], list[int | None]]:
+        """Return the keys of these samples and the places of their last uses, after making room for them."""
         if self._next + end - begin > _PLACES or len(self._last) + end - begin > SAMPLES_AT_MOST:
             self._thin()
-        chosen = [hashes[depth] for depth in self._sampled[begin:end]]
-        first_bytes = np.ndarray(end - begin, np.uint64, b"".join(chosen), strides=(len(chosen[0]),))
-        self._hashes[self._next : self._next + end - begin] = first_bytes[::-1]
-        keys = first_bytes.tolist()
-        if self._last.keys().isdisjoint(keys):
-            return keys, _NONE
-        return keys, np.fromiter(map(self._last.get, keys, repeat(_PLACES)), np.int64, len(keys))
+        keys = array("Q", b"".join([hashes[depth][:8] for depth in self._sampled[begin:end]]))
+        return keys, list(map(self._last.get, keys))
 
-    def _use(self, keys: Sequence[int], runs: Any, places: Places) -> None:
+    def _between(self, begin: int, end: int) -> int:
+        """Return the sum of the weights from one place to another."""
+        first, last = begin // _SPAN + 1, end // _SPAN
+        if first > last:
+            return sum(self._weights[begin:end])
+        ends = sum(self._weights[begin : first * _SPAN]) + sum(self._weights[last * _SPAN : end])
+        return ends + sum(self._sums[first:last])
+
+    def _use(self, keys: array[int], runs: list[int], places: list[int | None]) -> None:
         """Note a use of these blocks, of which the first one counts as used last."""
+        weights, sums = self._weights, self._sums
+        for place in places:
+            if place is not None:
+                sums[place // _SPAN] -= weights[place]
+                weights[place] = 0
         begin, end = self._next, self._next + len(keys)
-        self._weights[places] = 0
-        self._weights[begin:end] = runs[::-1]
+        self._hashes[begin:end] = keys[::-1]
+        weights[begin:end] = array("q", runs[::-1])
         self._last.update(zip(keys, range(end - 1, begin - 1, -1), strict=True))
+        for span in range(begin // _SPAN, end // _SPAN):
+            sums[span] = sum(weights[span * _SPAN : (span + 1) * _SPAN])
         self._next = end
 
     def _thin(self) -> None:
         """Remove samples by their age and hash until at most a third is left, and renumber them."""
-        used = np.flatnonzero(self._weights[: self._next] != 0)  # in the order of their age
-        hashes, weights, scales = self._hashes[used], self._weights[used], self._scales[used]
+        all_hashes, all_weights, all_scales = map(np.asarray, (self._hashes, self._weights, self._scales))
+        used = np.flatnonzero(all_weights[: self._next] != 0)  # in the order of their age
+        hashes, weights, scales = all_hashes[used], all_weights[used], all_scales[used]
         distances = weights[::-1].cumsum()[::-1]
         # A sample is left where its scale, which follows from its distance, is not above what its hash allows.
         least = np.where(distances > self._largest, inf, np.ldexp(distances, np.frexp(hashes)[1] - 65))
@@ -134,8 +144,9 @@ class ReuseDistances:
         kept = least < self._exact
         self._next = self._thinned = end = int(kept.sum())
         scaled = np.maximum(scales, 1 << (np.frexp(np.maximum(distances / self._exact, 1))[1] - 1))
-        self._hashes[:end], self._scales[:end] = hashes[kept], scaled[kept]
-        self._weights[:end] = (weights * (scaled // scales))[kept]
-        self._weights[end:], self._scales[end:] = 0, 1
+        all_hashes[:end], all_scales[:end] = hashes[kept], scaled[kept]
+        all_weights[:end] = (weights * (scaled // scales))[kept]
+        all_weights[end:], all_scales[end:] = 0, 1
+        self._sums = array("q", all_weights.reshape(-1, _SPAN).sum(1).tolist())
         self._last = {}  # before the new one is built
-        self._last = dict(zip(self._hashes[:end].tolist(), range(end), strict=True))
+        self._last = dict(zip(self._hashes[:end], range(end), strict=True))

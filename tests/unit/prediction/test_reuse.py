@@ -103,6 +103,7 @@ def estimated(prompts: Iterable[Prompt], sizes: Sequence[int]) -> list[int]:
     for hashes in prompts:
         counted = [sum(pair) for pair in zip(counted, distances.observe(hashes, len(hashes)).blocks, strict=True)]
     assert len(distances._last) <= SAMPLES_AT_MOST
+    assert distances._between(0, distances._next) == sum(distances._weights), "the sums of spans are true"
     return list(accumulate(counted))
 
 
