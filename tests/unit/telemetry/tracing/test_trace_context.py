@@ -1,6 +1,8 @@
 """What a client sends is a well-formed context or none, whatever it is; ids are nobody else's."""
 
 import random
+import subprocess
+import sys
 from itertools import product
 from typing import Any
 
@@ -62,9 +64,6 @@ def test_every_combination_of_good_and_bad_parts_is_read_as_the_grammar_says() -
 @pytest.mark.parametrize("length", [511, 512, 513])
 def test_a_later_versions_context_may_be_longer_to_a_limit(length: int) -> None:
     assert (parse(("01" + SAMPLED.traceparent[2:] + "-").ljust(length, "x")) is not None) is (length <= 512)
-
-
-# --- headers and kv_transfer_params
 
 
 def outcome(read: Any, value: Any) -> TraceContext | str | None:
@@ -139,9 +138,6 @@ def test_a_context_is_handed_on_only_where_a_child_hands_something_on() -> None:
     assert of_params({"kvobs": {"report": True}}) is None, "a client's question for a report is no malformed context"
 
 
-# --- ids
-
-
 def test_ids_do_not_follow_from_the_seed_that_vllm_sets_in_every_worker() -> None:
     made = []
     for _ in range(2):
@@ -149,6 +145,12 @@ def test_ids_do_not_follow_from_the_seed_that_vllm_sets_in_every_worker() -> Non
         made += [trace_context.new_trace_id(), trace_context.new_span_id() * 2]
     assert len(set(made)) == 4
     assert all(len(one) == 32 and set(one) <= HEX for one in made)
+
+
+def test_a_forked_process_makes_other_ids() -> None:
+    script = f"import os; from {trace_context.__name__} import new_span_id; os.fork(); print(new_span_id())"
+    both = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert len(set(both)) == 2
 
 
 @pytest.mark.parametrize("request_id", ["chatcmpl-0123ABCD", "cmpl-0123abc", "0123abcd", ""])
@@ -161,9 +163,6 @@ def test_an_id_that_vllm_has_not_made_is_whole(request_id: str) -> None:
 @example("x" * 1000, "0123abcd")
 def test_exactly_what_vllm_appends_is_cut(given_id: str, random_digits: str) -> None:
     assert trace_context.external_id(f"{given_id}-{random_digits}") == given_id[:256]
-
-
-# --- as OpenTelemetry's own
 
 
 @pytest.mark.parametrize("sent", [SAMPLED, UNSAMPLED])
