@@ -41,7 +41,8 @@ class SlowLoads(Observer):
             text = "connector %r took %.3g s to load %d tokens of request %s, longer than slow_load_ms; more are traced"
             log.warning(text, name, load.duration_ns / 1e9, load.tokens, line(request_id))
         self._judge_slowness(name, recent)
-        self._judge_ranks(name, recent)
+        if recent.late_rank is not None or recent.late.count(None) < len(recent.late):
+            self._judge_ranks(name, recent)
 
     def _judge_slowness(self, name: str, recent: _Recent) -> None:
         slow = sum(recent.slow)
