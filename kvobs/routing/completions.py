@@ -54,11 +54,6 @@ class Shown(NamedTuple):
     seen_sent: set[str]
     failed: set[str]
 
-    @classmethod
-    def nothing(cls) -> Shown:
-        """Return that of an output in which nothing has ended."""
-        return cls(set(), set(), set(), set(), set())
-
 
 class OutputView:
     """Shows the output to one child after the other; ``stray`` receives reports of transfers that no child owns."""
@@ -105,7 +100,7 @@ class OutputView:
                 else:
                     child.update_connector_output(output)
                     if output.finished_recving or output.finished_sending or failed_loads(output):
-                        received, sent = self._take_changes(child, output, Shown.nothing())
+                        received, sent = self._take_changes(child, output, Shown(*(set[str]() for _ in Shown._fields)))
                 if (left := output.kv_connector_stats) is not part:
                     stats = self._stats.replaced(stats, child.index, left)
         finally:
@@ -247,16 +242,14 @@ class Completions:
     @contained("record")
     def _note_loss(self, request_id: str, bad_blocks: set[int]) -> None:
         """Note how many tokens of a load vLLM will recompute: it keeps those before the first bad block."""
-        load = self.ledger.load(request_id)
-        if load is not None:
+        if (load := self.ledger.load(request_id)) is not None:
             lost = self.layout.lost(load.blocks, bad_blocks, load.local_tokens, load.tokens)
             load.lost_tokens = max(load.lost_tokens or 0, lost)
 
     def _close(self, loads: Iterable[str], saves: Iterable[str]) -> None:
         """Close the complete loads and saves that their children have not withdrawn."""
         for request_id in loads:
-            load = self.ledger.close_load(request_id, wall_ns())
-            if load is not None:
+            if (load := self.ledger.close_load(request_id, wall_ns())) is not None:
                 self.next_orders.orders.closed.append(request_id)
                 if load.failed and load.is_async:  # the request of a synchronous one runs on, and can't loop
                     self.offers.ban(request_id, load.child)

@@ -176,8 +176,7 @@ class Offers:
                 self._waited_for[child].end(request_id)
 
     def _announce_answer(self, request_id: str, asked: _Asked, child: int, tokens: int) -> None:
-        since = asked.pending_since.pop(child, None)
-        if since is not None:
+        if (since := asked.pending_since.pop(child, None)) is not None:
             self._waited_for[child].end(request_id)
             self._observer.waited(child, wall_ns() - since)
         self._announce(asked, child, "hit" if tokens > 0 else "miss")
@@ -227,8 +226,7 @@ class Offers:
 
         The second allocation call of an async load finds no offers.
         """
-        asked = self._asked.get(request_id)
-        if asked is None:
+        if (asked := self._asked.get(request_id)) is None:
             return NO_RESULT
         result, asked.last = asked.last, LookupResult(local=asked.last.local)
         if not asked.is_read:
@@ -240,20 +238,17 @@ class Offers:
 
     def ban(self, request_id: str, child: int) -> None:
         """Ignore this child's further answers about this request: its load has failed."""
-        asked = self._asked.get(request_id)
-        if asked is not None:
+        if (asked := self._asked.get(request_id)) is not None:
             asked.banned.add(child)
 
     def lift_bans(self, request_id: str) -> None:
         """Use all answers about this request again: it runs, and is looked up again only after a preemption."""
-        asked = self._asked.get(request_id)
-        if asked is not None and asked.banned:
+        if (asked := self._asked.get(request_id)) is not None and asked.banned:
             asked.banned.clear()
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; what it was offered since its last allocation is lost."""
-        asked = self._asked.pop(request_id, None)
-        if asked is None:
+        if (asked := self._asked.pop(request_id, None)) is None:
             return
         self._waiting.pop(request_id, None)
         for child in asked.pending_since:

@@ -171,8 +171,7 @@ class MultiKVEvents(KVConnectorKVEvents):
     def add_events(self, events: Sequence[Any]) -> None:
         """Merge another rank's (child, container) pairs, and count its workers."""
         for child, container in events:
-            mine = self.by_child.get(child)
-            if mine is None:
+            if (mine := self.by_child.get(child)) is None:
                 self.by_child[child] = container
             else:
                 mine.add_events(container.get_all_events())

@@ -57,8 +57,7 @@ class Fastest(LoadPolicy, Observer):
         self._open: list[dict[str, tuple[int, int]]] = [{} for _ in children]
 
     def choose(self, request: Request, local: int, offers: Sequence[Offer]) -> tuple[Offer, Decision | None]:
-        decision = self.decide(request, local, offers)
-        if decision is None:
+        if (decision := self.decide(request, local, offers)) is None:
             return offers[0], None
         return next((offer for offer in offers if offer.child == decision.child), NOTHING), decision
 

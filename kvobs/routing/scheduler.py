@@ -127,8 +127,7 @@ class SchedulerSide:
         return self.children[self.ledger.choice(request.request_id) or 0].get_loaded_kv_cache_group_ids(request)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
-        choice = self.ledger.choice(request.request_id)
-        if choice is None:
+        if (choice := self.ledger.choice(request.request_id)) is None:
             first = self.children[0].connector
             return KVConnectorBase_V1.get_external_cache_hit_sources(first, request, num_external_tokens)
         sources = self.children[choice].get_external_cache_hit_sources(request, num_external_tokens)

@@ -126,10 +126,7 @@ _is_for_rust = cache(versions.has_rust_frontend)
 
 
 def _by_class(data: Mapping[str, KVConnectorStats]) -> dict[str, KVConnectorStats]:
-    """Return the connectors' stats as vLLM's own class has them, by class name: vLLM's Rust front end reads no others.
-
-    The Rust front end would not read kvobs's own.
-    """
+    """Return the connectors' stats as vLLM's own class has them, by class name: its Rust front end reads no others."""
     own = data.get(RESERVED_NAME)
     paths = own.children if isinstance(own, KvobsStats) else {}
     by_class: dict[str, KVConnectorStats] = {}

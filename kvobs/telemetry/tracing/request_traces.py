@@ -47,8 +47,7 @@ class Traces(Observer):
 
     def of(self, request: ObservedRequest) -> Trace:
         """Return the request's trace; begin it if it is new here."""
-        trace = self._traces.get(request.request_id)
-        if trace is None:
+        if (trace := self._traces.get(request.request_id)) is None:
             trace = self._traces[request.request_id] = self._begin(request)
         return trace
 
@@ -113,8 +112,7 @@ class Traces(Observer):
     @contained("trace")
     def into_params(self, request_id: str, params: Params | None) -> Params | None:
         """Return a finished request's params with the context that a decode engine links to."""
-        trace = self._traces.get(request_id)
-        if trace is None:
+        if (trace := self._traces.get(request_id)) is None:
             return params
         handed = TraceContext(trace.trace_id, trace.handed_id or trace.above or trace.lookup_id, trace.is_sampled)
         return trace_context.into_params(params, handed)
