@@ -6,7 +6,7 @@ from dashboards import frame, looks, questions
 from dashboards.engines import PLACE
 from dashboards.frame import Board, Section
 from dashboards.panels import About, Panel, Query, lines, of_connector
-from dashboards.promql import Selection
+from dashboards.promql import Selection, ratio, share
 from dashboards.questions import DECODE, DECODE_VLLM, PREFILL, PREFILL_VLLM, SELECTION, by_engine, with_role
 from dashboards.tables import Column, rows
 from kvobs.schema import signals
@@ -34,7 +34,10 @@ def prefill_decode() -> Board:
             ),
             Section(
                 "3. Transfer: requests on the decode side wait for their blocks",
-                [(8, [(6, _loads()), (6, _load_times()), (6, _speed()), (6, _failures())])],
+                [
+                    (8, [(6, _loads()), (6, _load_times()), (6, _speed()), (6, _failures())]),
+                    (8, [(24, _peers())]),
+                ],
             ),
             Section(
                 "4. Resume and decode",
@@ -236,6 +239,29 @@ def _failures() -> Panel:
         ),
         of_connector(DECODE.rate(signals.LOADS, "connector", outcome="failed")),
         unit="ops",
+    )
+
+
+def _peers() -> Panel:
+    pair = ("peer", *by_engine)
+    loads, good = (DECODE.rate(signals.PEER_LOADS, *pair, **of) for of in ({}, {"outcome": "ok"}))
+    mean = ratio(DECODE.rate(signals.PEER_LOAD_SECONDS, *pair), good)
+    return rows(
+        "Pairs of engines, most failures first",
+        About(
+            "One row per decode engine and engine that it loads from, by the host and port that requests name.",
+            "One bad row: that pair, as its link or NIC. All rows of one peer: that prefill engine. All rows of one "
+            "instance: that decode engine.",
+            "Look for both engines' logs, and for the pair's traces by kv_transfer.remote.host.",
+            "A process names its first 32 peers, all others are _OTHER.",
+        ),
+        {"peer": "Loads from", "connector": "Connector", **PLACE},
+        [
+            Column("Failed", share(DECODE.rate(signals.PEER_LOADS, *pair, outcome="failed"), loads), "percentunit"),
+            Column("Loads/s", loads, decimals=2),
+            Column("Mean duration", mean, "s", looks.LOAD_SECONDS),
+        ],
+        limit=50,
     )
 
 

@@ -12,7 +12,7 @@ from kvobs.connectors.block_copies import BlockCopies
 from kvobs.connectors.capacity import record_sizes
 from kvobs.connectors.child import Child
 from kvobs.connectors.configured import all_support_hma
-from kvobs.connectors.specs import load_ends_save
+from kvobs.connectors.specs import BETWEEN_ENGINES, load_ends_save, name_among
 from kvobs.connectors.sync_loads import Conditions, async_only, unsafe_loads
 from kvobs.connectors.validation import Validated
 from kvobs.export.feed import Feed, feed_of
@@ -48,6 +48,7 @@ from kvobs.telemetry.transfers.gains import Gains, step_limits
 from kvobs.telemetry.transfers.offers import OfferCounts
 from kvobs.telemetry.transfers.open_transfers import OpenTransfers
 from kvobs.telemetry.transfers.outcomes import Outcomes
+from kvobs.telemetry.transfers.peers import Peers
 from kvobs.telemetry.transfers.quarantines import Quarantines
 from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size
 from kvobs.telemetry.transfers.slow_loads import SlowLoads
@@ -85,6 +86,8 @@ def scheduler_side(
     followers: list[Observer | None] = [OfferCounts(recorder, minimum), Outcomes(names, recorder)]
     followers += [SlowLoads(names, int(options.slow_load_ms * 1e6)), Quarantines(recorder)]
     followers += [recorders.traces, recorders.reports]
+    between_engines = [spec.index for spec in specs if name_among(spec.connector_class, BETWEEN_ENGINES)]
+    followers += [Peers(recorder, between_engines)] if between_engines else []
     followed = Composed(followers)
     gains = Gains(recorder, followed, *step_limits(vllm_config))
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-_BETWEEN_ENGINES = ("NixlBaseConnector", "NixlConnector", "MooncakeConnector", "P2pNcclConnector", "MoRIIOConnector")
-HAND_OFF = dict.fromkeys(_BETWEEN_ENGINES, "hands KV over to another engine")
+BETWEEN_ENGINES = ("NixlBaseConnector", "NixlConnector", "MooncakeConnector", "P2pNcclConnector", "MoRIIOConnector")
+HAND_OFF = dict.fromkeys(BETWEEN_ENGINES, "hands KV over to another engine")
 HAND_OFF["HiSparseConnector"] = "is a part of vLLM's KV cache manager"
 """Connector classes (and their subclasses) that can't be isolated, with the reason."""
 

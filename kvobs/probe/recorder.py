@@ -104,8 +104,6 @@ class Recorder:
         firsts = [place(child, 0) for child in range(children)]
         self._call_slots = frozenset([first + slot for first in firsts for slot in _BUCKETS])
 
-    # Counting
-
     def count(self, child: int, slot: int, n: int = 1) -> None:
         """Add ``n`` to a slot (see ``signals.slot``) of the child at this position."""
         try:
@@ -126,10 +124,10 @@ class Recorder:
         self._add(first + signal.sum_offset, ns)
 
     @contained("record")
-    def count_open(self, child: int, signal: Signal, *values: str) -> None:
-        """Add 1 to a series whose label values are known at run time only."""
+    def count_open(self, child: int, signal: Signal, *values: str, n: int = 1) -> None:
+        """Add to a series whose label values are known at run time only."""
         key: tuple[str | int, ...] = (signal.name, child, *values)
-        self._opened[key] = self._opened.get(key, 0) + 1
+        self._opened[key] = self._opened.get(key, 0) + n
 
     @contained("record")
     def set_gauge(self, child: int | None, slot: int, value: int) -> None:
@@ -144,8 +142,6 @@ class Recorder:
             self.words[at] += n
         except ValueError:  # a sum of ns wraps around, and its growth is right
             self.words[at] = (self.words[at] + n + 2**63) % 2**64 - 2**63
-
-    # Calls
 
     def calls(self, child: int, hook: str) -> int:
         """Return the position of the histogram of this hook's calls into this child."""
@@ -227,8 +223,6 @@ class Recorder:
         self.count_open(child, signals.CALL_ERRORS, label, kind)
         if self.listener is not None:
             self.listener.note(CallEvent(child, hook, start + WALL_OFFSET, spent, False, kind, *subject))
-
-    # Sending
 
     def take(self) -> Increments:
         """Return the increments since the last call."""

@@ -108,6 +108,15 @@ LOAD_DURATION = Signal(
     {"mode": _MODES},
     _TRANSFER_BOUNDS,
 )
+PEER_LOADS = Signal(
+    "kvobs_peer_loads_total",
+    "Finished loads from other engines, by outcome and by the host and port that kv_transfer_params name: the first 32 "
+    "of a process, all others as _OTHER.",
+    {"peer": OPEN, "outcome": OPEN},
+)
+PEER_LOAD_SECONDS = Signal(
+    "kvobs_peer_load_seconds_total", "Duration of the successful ones of those loads.", {"peer": OPEN}
+)
 LOAD_RESUME_DELAY = Signal(
     "kvobs_load_resume_delay_seconds",
     "Time from the end of an async load on all ranks to the step that schedules its request.",

@@ -56,6 +56,10 @@ def test_the_decode_engine_loads_what_the_prefill_engine_computed(engines: Pair)
     assert params["remote_block_ids"]
     assert at_decode("kvobs_loads_total", mode="async", outcome="ok") == at_decode("kvobs_loads_total") == 1
     assert at_decode("kvobs_load_tokens_total") == answer.prompt_tokens
+    peer = f"{params['remote_host']}:{params['remote_port']}"
+    assert at_decode("kvobs_peer_loads_total", peer=peer, outcome="ok") == at_decode("kvobs_peer_loads_total") == 1
+    seconds = at_decode("kvobs_load_duration_seconds_sum")
+    assert at_decode("kvobs_peer_load_seconds_total", peer=peer) == pytest.approx(seconds) != 0
     assert at_decode("vllm:nixl_bytes_transferred_sum", connector="nixl") > 0
     assert at_prefill("kvobs_saves_total", outcome="ok") == at_prefill("kvobs_saves_total") == 1
     assert at_prefill("kvobs_loads_total") == 0

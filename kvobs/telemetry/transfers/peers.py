@@ -1,0 +1,59 @@
+"""Count the loads from each other engine that a decode engine reads from."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from kvobs.probe.recorder import Recorder
+from kvobs.schema import spans
+from kvobs.schema.signals import OTHER_VALUE, PEER_LOAD_SECONDS, PEER_LOADS
+from kvobs.state.events import ObservedRequest, Observer
+from kvobs.state.offers import LookupResult
+from kvobs.state.transfers import Load
+from kvobs.telemetry.tracing.trace_context import remote_of
+
+PEERS_AT_MOST = 32  # the first ones; later ones are counted together
+
+
+class Peers(Observer):
+    """Counts loads by the engine that they read from; ``between_engines`` are the connectors that read from others."""
+
+    def __init__(self, recorder: Recorder, between_engines: Container[int]) -> None:
+        self._recorder = recorder
+        self._between_engines = between_engines
+        self._peers: set[str] = set()
+        self._loading: dict[str, str] = {}  # request -> the peer that it loads from
+
+    def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
+        # Connectors change the params once they have taken them.
+        if owner in self._between_engines and (peer := peer_of(request.kv_transfer_params)):
+            if len(self._peers) < PEERS_AT_MOST:
+                self._peers.add(peer)
+            self._loading[request.request_id] = peer if peer in self._peers else OTHER_VALUE
+
+    def load_ended(self, request_id: str, load: Load) -> None:
+        if not load.aborted:
+            self._count(request_id, load, "failed" if load.failed else "ok")
+
+    def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
+        self._count(request_id, load, "failed" if load.failed or by_error else "aborted")
+
+    def _count(self, request_id: str, load: Load, outcome: str) -> None:
+        if (peer := self._loading.pop(request_id, None)) is not None:
+            self._recorder.count_open(load.child, PEER_LOADS, peer, outcome)
+            if outcome == "ok":
+                self._recorder.count_open(load.child, PEER_LOAD_SECONDS, peer, n=load.duration_ns)
+
+    def request_ended(self, request: ObservedRequest) -> None:
+        self._loading.pop(request.request_id, None)
+
+
+def peer_of(params: Any) -> str | None:
+    """Return the host, with its port, of the engine that ``kv_transfer_params`` say to read from; else its id."""
+    remote = remote_of(params)
+    host = remote.get(spans.REMOTE_HOST)
+    if host is None:
+        return remote.get(spans.REMOTE_ENGINE)
+    port = params.get("remote_port") if isinstance(params, Mapping) else None
+    return f"{host}:{port}" if isinstance(port, int) else host

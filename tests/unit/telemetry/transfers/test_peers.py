@@ -1,0 +1,93 @@
+"""Loads by the engine that they read from: each is counted once, and only of connectors between engines."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvobs.probe.recorder import Recorder
+from kvobs.schema.signals import OTHER_VALUE, PEER_LOAD_SECONDS, PEER_LOADS
+from kvobs.state.offers import NO_RESULT
+from kvobs.telemetry.transfers.peers import PEERS_AT_MOST, Peers, peer_of
+
+NIXL, CPU = 0, 1
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 5600}
+
+
+class Observed:
+    """The observer on a recorder, with what it has counted."""
+
+    def __init__(self) -> None:
+        self._recorder = Recorder(2)
+        self.peers = Peers(self._recorder, [NIXL])
+
+    def allocate(self, request: str, params: Any = PARAMS, owner: int | None = NIXL) -> Any:
+        observed: Any = SimpleNamespace(request_id=request, kv_transfer_params=params)
+        self.peers.allocated(observed, NO_RESULT, owner, 64 if owner is not None else 0)
+        return observed
+
+    def end(self, request: str, *, failed: bool = False, aborted: bool = False, child: int = NIXL) -> None:
+        load: Any = SimpleNamespace(child=child, failed=failed, aborted=aborted, duration_ns=7)
+        self.peers.load_ended(request, load)
+
+    def abort(self, request: str, *, failed: bool = False, by_error: bool = False) -> None:
+        load: Any = SimpleNamespace(child=NIXL, failed=failed, aborted=True, duration_ns=7)
+        self.peers.aborted(request, load, by_error=by_error)
+
+    @property
+    def counted(self) -> dict[tuple[Any, ...], int]:
+        return {tuple(key): n for *key, n in self._recorder.take().opened}
+
+
+@pytest.mark.parametrize(
+    ("changed", "peer"),
+    [
+        ({}, "h:5600"),
+        ({"remote_port": None}, "h"),
+        ({"remote_port": "5600"}, "h"),
+        ({"remote_host": None}, "e"),
+        ({"remote_host": None, "remote_bootstrap_addr": "http://h:8998", "remote_port": None}, "http://h:8998"),
+        ({"do_remote_prefill": False}, None),
+        ({"remote_host": None, "remote_engine_id": None}, None),
+    ],
+)
+def test_a_peer_is_named_by_its_host_and_port_or_by_its_id(changed: dict[str, Any], peer: str | None) -> None:
+    assert peer_of(PARAMS | changed) == peer
+    assert peer_of(None) is peer_of(["do_remote_prefill"]) is None
+
+
+def test_each_load_is_counted_once_with_its_outcome() -> None:
+    observed = Observed()
+    requests = [observed.allocate(str(number)) for number in range(6)]
+    observed.allocate("0", owner=None)  # for the step that resumes it
+    observed.end("0")
+    observed.end("0")
+    observed.end("1", failed=True)
+    observed.abort("2")
+    observed.end("2", aborted=True)
+    observed.abort("3", by_error=True)
+    observed.abort("4", failed=True)
+    for request in requests:
+        observed.peers.request_ended(request)
+    observed.end("5")
+    loads = PEER_LOADS.name, NIXL, "h:5600"
+    ends = {(*loads, "ok"): 1, (*loads, "failed"): 3, (*loads, "aborted"): 1}
+    assert observed.counted == ends | {(PEER_LOAD_SECONDS.name, NIXL, "h:5600"): 7}
+
+
+def test_a_store_that_loads_instead_of_the_peer_is_not_the_peer() -> None:
+    observed = Observed()
+    observed.allocate("r", owner=CPU)
+    observed.end("r", child=CPU)
+    observed.allocate("other", {})
+    observed.end("other")
+    assert observed.counted == {}
+
+
+def test_further_peers_are_counted_together() -> None:
+    observed = Observed()
+    for number in [*range(PEERS_AT_MOST + 2), 0]:
+        observed.allocate(f"r{number}", PARAMS | {"remote_port": number})
+        observed.end(f"r{number}")
+    loads = {peer: n for (name, _, peer, *_), n in observed.counted.items() if name == PEER_LOADS.name}
+    assert loads == {f"h:{number}": 1 for number in range(1, PEERS_AT_MOST)} | {"h:0": 2, OTHER_VALUE: 2}
