@@ -11,12 +11,11 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -206,8 +205,7 @@ def class_path(connector_class: type) -> str:
 
 def _rebuild_child(name: str, path: str | None, data: dict[str, Any]) -> KVConnectorStats | None:
     """Return the stats object that the child's class builds; None if it has none, as in vLLM's class."""
-    connector_class = _class_at(path) if path else _registered(name)
-    if connector_class is not None:
+    if (connector_class := _class_at(path) if path else None) is not None:
         try:
             stats = connector_class.build_kv_connector_stats(data=data)
             if stats is None or isinstance(stats, KVConnectorStats):
@@ -232,17 +230,6 @@ def _class_at(path: str) -> Any:
     text = "%.200r is not a connector imported in this process: its stats can't be rebuilt, their raw values are kept"
     once(f"class:{path}", logging.ERROR, text, path)
     return None
-
-
-@lru_cache(maxsize=64)
-def _registered(name: str) -> Any:
-    """Find the class of an older payload's entry, which has only the class name."""
-    try:
-        return KVConnectorFactory.get_connector_class_by_name(name)
-    except Exception:
-        text = "no connector is registered as %r; the raw values of its stats are kept"
-        once(f"registered:{name}", logging.INFO, text, name)
-        return None
 
 
 def _attempt(name: str, problem: str, call: Callable[..., Any], *args: Any) -> Any:
