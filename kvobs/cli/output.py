@@ -36,9 +36,6 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-# Tables
-
-
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequence[str]) -> list[str]:
     """Return a header and the rows in aligned columns; without rows no header.
 
@@ -64,8 +61,6 @@ def show(console: Console, lines: Sequence[str]) -> None:
             text.truncate(console.width, overflow="ellipsis")
         console.print(text, soft_wrap=True)
 
-
-# Numbers
 
 NONE = "-"
 SMALLEST = 0.01

@@ -116,8 +116,6 @@ class MultiConnector(stock.MultiConnector):
         self._side.clear_connector_metadata()
         KVConnectorBase_V1.clear_connector_metadata(self)
 
-    # What the children can do
-
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         return all(map(_supports_divergent_hits, self._connectors))
@@ -147,8 +145,6 @@ class MultiConnector(stock.MultiConnector):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Return the KV cache layout that the children need (such as "HND"), or None if any will do."""
         return required_layout(vllm_config, read_specs(vllm_config.kv_transfer_config))
-
-    # Stats and metrics, in the API server
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiKVConnectorStats:

@@ -96,8 +96,6 @@ class HostWorker(base.OffloadingWorker):
         """Return at once: a submitted job is a finished one."""
 
 
-# The demo's faults
-
 SLOW_S = 1.2
 """How much longer a load takes: a slow connector's is over `slow_load_ms`."""
 SLOW_RANK = 1

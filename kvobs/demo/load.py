@@ -98,9 +98,6 @@ def differing(results: list[RoundResult]) -> list[str]:
     return [prompt for prompt, different in answers.items() if len(different) > 1]
 
 
-# Prompts
-
-
 def prompts(questions: int, count: int) -> list[str]:
     """Return `count` different prompts of a set of questions, the documents in turn."""
     documents = [document(title) for title in DOCUMENTS]

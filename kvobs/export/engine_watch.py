@@ -133,8 +133,6 @@ class EngineWatch:
                     raise ValueError(f"found {text!r}")
         return None
 
-    # The thread
-
     @faults.contained("apply")
     def look(self) -> None:
         """Look at the processes, once they have ended or after a second."""

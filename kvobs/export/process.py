@@ -83,8 +83,6 @@ class Exporter:
         self._dropped[where] += n
         self._dropped_sum += n
 
-    # Reading
-
     def run(self, rest: bytes) -> None:
         """Serve until the engine is gone; ``rest`` is what came after its first line."""
         signal.signal(signal.SIGTERM, self._asked_to_end)
@@ -162,8 +160,6 @@ class Exporter:
             if self._channel.send(line, socket.MSG_DONTWAIT) == len(line):
                 self._own.clear()
             # Part of a line is of no use to the engine, which leaves it out with the next one.
-
-    # Serving
 
     def _bind(self, engine: EngineInfo, port: int) -> None:
         tls = partial(web_config.context, engine.web_config) if engine.web_config is not None else None

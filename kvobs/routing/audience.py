@@ -40,8 +40,6 @@ class Audience:
         self._open_lookups = open_lookups
         self._ledger = ledger
 
-    # Requests
-
     def arrive(self, request_id: str) -> Sequence[Child]:
         """Return the connectors that see a new request."""
         if self.may_hide:
@@ -85,8 +83,6 @@ class Audience:
             self._open_lookups.forget(request_id)
             for visibility in self._visibility:
                 visibility.end(request_id)
-
-    # The step
 
     def begin_step(self) -> None:
         """Apply what is due: ends of quarantines, answers to open lookups."""

@@ -77,8 +77,6 @@ class Isolation:
                 self._withhold_all(index)  # the requests of that step are not known here
                 self._fail(index, "on a worker", epoch)
 
-    # Requests
-
     def arrive(self, request_id: str) -> None:
         """Hide a new request from the connectors in quarantine."""
         for index, state in self._states.items():
@@ -118,8 +116,6 @@ class Isolation:
         for asked in self._asked.values():
             asked.pop(request_id, None)
 
-    # The step
-
     def begin_step(self) -> None:
         """Apply all state changes that are due."""
         if not self._states:
@@ -147,8 +143,6 @@ class Isolation:
             text = "probation of connector %r is over without a failure: %d requests were looked up in it"
             log.info(text, self._children[index].name, self._tried[index])
         return not state.is_out
-
-    # Failures
 
     def _failed(self, index: int, hook: str, args: tuple[Any, ...], error: Exception) -> None:
         cadence = HOOKS[hook].cadence

@@ -81,8 +81,6 @@ class Fastest(LoadPolicy, Observer):
         now_ns = wall_ns()
         return [(tokens, (now_ns - since) / 1e9) for tokens, since in islice(self._open[child].values(), _OPEN_AT_MOST)]
 
-    # The router's events
-
     def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
         if lookup.decision is not None:
             self._choice.taken(lookup.decision)

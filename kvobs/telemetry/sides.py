@@ -62,8 +62,6 @@ class SchedulerTelemetry(Annotator):
         self._flush_rule = FlushRule(recorders.journal)
         self._flush_is_due = False
 
-    # Notes
-
     def of_step(self, output: SchedulerOutput, *, has_forward: bool, has_sync_loads: bool) -> StepNote | None:
         flush, trace, verify = False, None, None
         try:
@@ -94,8 +92,6 @@ class SchedulerTelemetry(Annotator):
         if reports is not None:
             params = reports.finished(request, params) or params
         return params
-
-    # Stats
 
     def received(self, stats: KVConnectorStats | None) -> None:
         """Receive the workers' stats of a step; they may have decided to send numbers."""

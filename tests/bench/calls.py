@@ -105,8 +105,6 @@ def timed(rig: Rig, case: Callable[[Rig], timeit.Timer], *, is_kvobs: bool = Tru
     return measured
 
 
-# --- the fan-out
-
 CASES: dict[str, tuple[type[IdleChild], Callable[[Rig], timeit.Timer], Budget]] = {
     "wait_for_layer_load": (BusyChild, layer_load, Budget(1.6)),
     "save_kv_layer": (BusyChild, layer_save, Budget(0.6)),
@@ -166,9 +164,6 @@ def _naive() -> Line:
 
 def busy_rig(router: str = "kvobs", /, **options: Any) -> Rig:
     return rig_of(router, *[BusyChild] * CHILDREN, kvobs=options or None)
-
-
-# --- this machine
 
 
 def measure_machine() -> Part:

@@ -94,9 +94,6 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
     return order[::-1] if number % 2 else order
 
 
-# --- servers
-
-
 @contextmanager
 def running(
     folder: Path, configs: Mapping[str, dict[str, Any] | None], say: Say, args: Sequence[str] = ()
@@ -132,9 +129,6 @@ def check_hits(servers: dict[str, Server]) -> None:
         queries, hits = (values.get(f"vllm:external_prefix_cache_{what}_total", 0) for what in ("queries", "hits"))
         if CONFIGS[name] and hits < queries / 3:
             raise ServerError(f"{name}: {hits:.0f} of {queries:.0f} tokens were hits; loads were hardly measured.")
-
-
-# --- load
 
 
 def take_turn(server: Server, number: int) -> Turn:
@@ -191,9 +185,6 @@ def completing(
 def check_end(answer: bytes) -> None:
     if not answer.rstrip().endswith(b"[DONE]"):
         raise ServerError(f"A completion was not finished: {answer[:500]!r}")
-
-
-# --- result
 
 
 def lines(turns: dict[str, list[Turn]]) -> list[Line]:

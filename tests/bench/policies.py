@@ -181,8 +181,6 @@ def first_token(server: Server, text: str, orders: Orders, policy: str = "fastes
     return ask(server, text, 1, kv_transfer_params={"steer": orders, "policy": policy})
 
 
-# --- results
-
 TITLES = {"first": "`first`, always quick", "longest": "`longest`", "fastest": "`fastest`"}
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
     "p50": lambda seconds: statistics.quantiles(seconds, n=20)[9],

@@ -91,9 +91,6 @@ def test_only_a_whole_run_is_published() -> None:
     assert not is_whole(Namespace(parts=[], rounds=3))
 
 
-# --- servers in turns
-
-
 def test_every_server_is_at_every_place_of_a_round_equally_often() -> None:
     rounds = [in_turn(list(CONFIGS), number) for number in range(8)]
     for place in range(4):

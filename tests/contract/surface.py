@@ -77,8 +77,6 @@ def _answer(ask: Callable[[], Any]) -> Any:
         return "refused" if isinstance(error, AssertionError | ValueError) else type(error).__name__
 
 
-# --- MultiConnector around children of all kinds, each of which answers one question in its own way
-
 _NEEDED = dict.fromkeys(KVConnectorBase_V1.__abstractmethods__, lambda *_, **__: None)
 
 NoHma: Any = type("NoHma", (KVConnectorBase_V1,), _NEEDED)

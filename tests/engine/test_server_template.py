@@ -118,9 +118,6 @@ def test_nothing_is_left_when_the_starter_is_gone(tmp_path: Path, how: str) -> N
     assert eventually(lambda: not any(group_members(group) for group in groups))
 
 
-# --- what can't be had by a fork
-
-
 @pytest.mark.parametrize("name", [READ_AT_IMPORT, SET_AT_IMPORT, "PYTHONHASHSEED", "OMP_NUM_THREADS", "LD_PRELOAD"])
 def test_a_variable_that_came_too_late_is_refused(tmp_path: Path, name: str) -> None:
     """Read or set by the imports, or read by something before them."""

@@ -55,9 +55,6 @@ def test_hundreds_of_requests_with_children_that_fail_in_every_hook() -> None:
     assert max(growth(samples)[1] for samples in result.memory.values()) < result.budget_objects
 
 
-# --- the soak can fail
-
-
 @pytest.mark.usefixtures("quiet")
 def test_a_number_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     saved, calls = Outcomes.saved, iter(range(1_000_000))
@@ -109,9 +106,6 @@ def test_what_must_not_be_is_reported() -> None:
     lost, doubled, grown = wrong.mistakes
     assert (lost, doubled) == ("2 completions lost", "1 completions doubled")
     assert grown.startswith("leaky: grown by ")
-
-
-# --- its parts
 
 
 def test_what_orders_add_up_to() -> None:

@@ -94,9 +94,6 @@ def variables(board: Board, kind: str) -> list[dict[str, Any]]:
     return [variable for variable in board["templating"]["list"] if variable["type"] == kind]
 
 
-# --- checks
-
-
 def series(board: Board) -> list[Panel]:
     return [panel for panel in panels(board) if panel["type"] == "timeseries"]
 

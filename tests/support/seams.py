@@ -155,9 +155,6 @@ def _function(module: Any, name: str) -> FunctionType:
     return found
 
 
-# --- faults
-
-
 class SabotageError(Exception):
     """What kvobs must contain."""
 

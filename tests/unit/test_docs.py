@@ -29,8 +29,6 @@ from tests.support.pages import TEXTS, Mention, every
 
 LONGEST_README = 200  # lines: read in three minutes
 
-# --- what is generated
-
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_a_page_has_the_tables_that_the_generator_makes(page: Path) -> None:
@@ -114,9 +112,6 @@ def test_the_check_names_pages_that_differ(monkeypatch: pytest.MonkeyPatch, caps
     assert (FOLDER / "compatibility.md").read_text(encoding="utf-8") == TEXTS["docs/compatibility.md"]
 
 
-# --- links
-
-
 def anchors(text: str) -> set[str]:
     without_code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", without_code, re.MULTILINE)
@@ -135,9 +130,6 @@ def test_every_link_leads_somewhere(link: Mention) -> None:
 @pytest.mark.parametrize("page", sorted(TEXTS.keys() - {"README.md", "docs/README.md", "docs/decisions/README.md"}))
 def test_every_page_is_in_the_index(page: str) -> None:
     assert f"]({Path(page).name})" in TEXTS[str(Path(page).with_name("README.md"))]
-
-
-# --- commands, paths and names
 
 
 @pytest.mark.parametrize("target", every(r"(?:^ {4}|`)(?:\S+=\S+ )*make ([a-z][a-z-]*)\b"), ids=str)
@@ -169,9 +161,6 @@ def test_every_command_and_its_options_exist(line: Mention) -> None:
 def test_every_metric_exists(name: Mention) -> None:
     known = {signal.name for signal in SIGNALS} | {"kvobs_version"}  # a field of `kvobs top --json`
     assert name.what in known or re.sub(r"_(bucket|count|sum)$", "", name.what) in known
-
-
-# --- configurations
 
 
 def configurations(value: Any) -> Iterator[dict[str, Any]]:
@@ -217,9 +206,6 @@ def test_every_configuration_is_right(name: str, config: dict[str, Any], monkeyp
     # In a pod it must listen on more than loopback; the pages say how to close it.
     assert [warning for warning in found["warnings"] if "listens on '0.0.0.0'" not in warning["found"]] == []
     assert config["kv_connector_module_path"] == "kvobs"
-
-
-# --- for readers
 
 
 def test_the_readme_is_short_and_starts_with_the_demo_and_the_tests() -> None:

@@ -24,8 +24,6 @@ CODE = {name: text for name, text in SOURCES.items() if name.startswith("kvobs/"
 FILES = {*SOURCES, *ALL_TEXTS}
 VLLM = Path(str(find_spec("vllm").origin)).parent  # type: ignore[union-attr]
 
-# --- files and modules
-
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 OUTSIDE_FENCES = {page: FENCE.sub("", text) for page, text in ALL_TEXTS.items()}
 
@@ -56,9 +54,6 @@ def test_a_module_exists(module: Mention) -> None:
     assert path.is_dir() or path.with_suffix(".py").exists() or path.with_suffix(".c").exists()
 
 
-# --- what only the exporter has
-
-
 @pytest.mark.parametrize(
     ("page", "beginning"),
     [("docs/exporter.md", "Only the exporter has"), ("docs/metrics.md", "- **Of the exporter only**")],
@@ -68,8 +63,6 @@ def test_the_metrics_of_the_exporter_are_all_named(page: str, beginning: str) ->
     named = re.findall(r"`(kvobs_\w+)`", text.partition(". ")[0])
     assert sorted(named) == sorted(signal.name for signal in SIGNALS if signal.scope is Scope.EXPORTER)
 
-
-# --- boards and panels
 
 SHOWN = [json.loads(path.read_text()) for path in sorted((ROOT / "dashboards/generated/boards").glob("*.json"))]
 PANELS = [panel for board in SHOWN for top in board["panels"] for panel in (top, *top.get("panels", ()))]

@@ -44,9 +44,6 @@ def test_a_line_that_is_not_printed_is_named() -> None:
     assert not_printed(lines, ["connector  lookups  hits", "cpu 96 8", "a b c"]) == lines[:1]
 
 
-# --- kvobs demo
-
-
 def numbers(line: str) -> list[int]:
     return [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", line)]
 
@@ -100,8 +97,6 @@ def test_a_trace_is_what_the_demo_prints(page: str) -> None:
     assert not_printed(shown, printed(tree.tree(SLOW_LOAD), width=max(map(len, shown)))) == []
 
 
-# --- kvobs check
-
 CHECKED = """{"kv_connector": "MultiConnector", "kv_connector_module_path": "kvobs", "kv_role": "kv_both",
   "kv_connector_extra_config": {"connectors": [
     {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
@@ -119,23 +114,15 @@ def test_the_check_of_a_configuration_is_what_it_prints() -> None:
     assert not_printed(shown, result.stdout.splitlines()) == []
 
 
-# --- kvobs topology
-
-
 def test_who_reads_from_whom_is_what_the_command_prints() -> None:
     command, *shown = sample("docs/topology.md", "$ kvobs topology")
     assert [line.rstrip() for line in kvobs(*command.split()[2:]) if line.strip()] == shown
-
-
-# --- kvobs top
 
 
 def test_the_screen_of_top_is_what_it_prints() -> None:
     shown = sample("docs/top.md", "kvobs top   the last")
     assert [line for line in printed(Picture([SERVER], 5)) if line] == shown
 
-
-# --- kvobs timeline
 
 NS = {"ms": 10**6, "us": 10**3}
 
@@ -162,8 +149,6 @@ def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pyte
     assert f"A page has {ring.RECORDS:,} calls" in TEXTS["docs/timeline.md"]
     assert not_printed(shown, kvobs("timeline")) == []
 
-
-# --- autoscaling
 
 AUTOSCALER, HOOK = (
     yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", TEXTS["docs/autoscaling.md"], re.DOTALL)
@@ -195,9 +180,6 @@ def test_an_engine_whose_saves_are_read_may_go_at_once(saves: str, seconds: int,
     subprocess.run(HOOK["lifecycle"]["preStop"]["exec"]["command"], env={"PATH": path}, check=True, timeout=30)
     slept = tmp_path / "slept"
     assert (len(slept.read_text().splitlines()) if slept.exists() else 0) == seconds
-
-
-# --- vLLM's log
 
 
 def test_the_summary_in_vllms_log_has_its_keys_in_their_order() -> None:

@@ -105,8 +105,6 @@ def test_the_page_names_each_example_and_has_its_image() -> None:
         assert f"docker build --tag {repository}:{tag}" in page
 
 
-# --- what kubectl builds
-
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 
 

@@ -91,9 +91,6 @@ def test_vllm_finds_the_plugin() -> None:
     assert entry.load() is plugin.register
 
 
-# --- a single connector
-
-
 def resolved(config: KVTransferConfig | None, size: float | None = None, backend: str = "native") -> Any:
     """Return the configuration as vLLM's own makes it, with this ``--kv-offloading-size``."""
     cache = SimpleNamespace(kv_offloading_size=size, kv_offloading_backend=backend)

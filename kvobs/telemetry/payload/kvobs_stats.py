@@ -141,8 +141,6 @@ def _added_up(pairs: list[int]) -> list[int]:
     return wire.packed(wire.unpacked(pairs))
 
 
-# The summary in vLLM's periodic log
-
 _COUNTED: tuple[tuple[str, Signal, str], ...] = (
     ("lookups", signals.LOOKUPS, ""),
     ("hits", signals.LOOKUPS, "hit"),

@@ -92,9 +92,6 @@ def _ages(gauges: Mapping[int, int]) -> dict[int, int]:
     }
 
 
-# Lines, between EngineCore and the exporter
-
-
 def to_line(message: Mapping[str, Any]) -> bytes:
     """Return a message as one line of JSON."""
     return json.dumps(message, separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
@@ -165,9 +162,6 @@ def _is_row(row: Any) -> bool:
         and child >= 0 <= n <= MOST
         and all(isinstance(v, str) and len(v) <= LABEL for v in (signal, *values))
     )
-
-
-# An engine's first message
 
 
 @dataclass(frozen=True, slots=True)

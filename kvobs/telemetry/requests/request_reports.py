@@ -100,8 +100,6 @@ class Reports(Observer):
         head, report, _ = self._ending.pop(request_id)
         self._put(head, report)
 
-    # The router's events
-
     def looked_up(self, request: ObservedRequest, began_ns: int, ended_ns: int) -> None:
         report = self._live.get(request.request_id)
         if report is None:

@@ -101,8 +101,6 @@ class Traces(Observer):
             trace.is_slow |= event.is_slow or bool(event.error)  # if the call is exported, so is the lookup
         return TraceContext(trace.trace_id, above, trace.is_sampled), trace.labels
 
-    # Contexts for workers and other engines
-
     @contained("trace")
     def of_load(self, request_id: str) -> TraceContext | None:
         """Return the context of the request's open load, the parent of the workers' spans."""
@@ -116,8 +114,6 @@ class Traces(Observer):
             return params
         handed = TraceContext(trace.trace_id, trace.handed_id or trace.above or trace.lookup_id, trace.is_sampled)
         return trace_context.into_params(params, handed)
-
-    # The router's events
 
     def looked_up(self, request: ObservedRequest, began_ns: int, ended_ns: int) -> None:
         trace = self.of(request)

@@ -52,8 +52,6 @@ class Gains(Observer):
     def __len__(self) -> int:
         return len(self._resuming)
 
-    # Steps
-
     def step_begun(self, output: SchedulerOutput, now_ns: int, *, loads: bool) -> None:
         """Note a step that is scheduled. Nothing is learned from one that ``loads`` within it."""
         try:  # `contained` would cost a call more, twice a step
@@ -97,8 +95,6 @@ class Gains(Observer):
                 observed_s, error_s = errors.take()
                 self._recorder.count_own(_STEPS[kind], int(observed_s * 1e9))
                 self._recorder.count_own(_ERRORS[kind], int(error_s * 1e9))
-
-    # Loads
 
     def load_ended(self, request_id: str, load: Load) -> None:
         if load.aborted:

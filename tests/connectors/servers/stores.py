@@ -107,9 +107,6 @@ def running(store: Store) -> Iterator[Store]:
         store.stop()
 
 
-# --- LMCache
-
-
 def lmcache_server(folder: Path) -> Store:
     """Return LMCache's server for engines that copy blocks themselves, as they do on a CPU."""
     port, http_port = claim_port(0), claim_port(0)
@@ -130,9 +127,6 @@ def lmcache_child(store: Store, **extra: Any) -> dict[str, Any]:
     options = {"host": f"tcp://{HOST}", "port": store.port, "heartbeat_interval": HEARTBEAT_S, **extra}
     options.setdefault("mq_timeout", MQ_TIMEOUT_S)
     return child("LMCacheMPConnector", **{f"lmcache.mp.{name}": value for name, value in options.items()})
-
-
-# --- Mooncake
 
 
 def mooncake_master(folder: Path) -> Store:

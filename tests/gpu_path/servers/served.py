@@ -91,9 +91,6 @@ def serving(
         yield served
 
 
-# --- Requests
-
-
 @dataclass(frozen=True)
 class Asked:
     """One request: whether its answer is streamed, and after how many tokens its client leaves, if it does."""
@@ -142,9 +139,6 @@ def ask(server: Server, asked: Sequence[Asked]) -> list[Answer]:
     with ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(lambda one: one.send(server), asked))
     return [(one.prompt, answer) for one, answer in zip(asked, answers, strict=True) if answer is not None]
-
-
-# --- The end
 
 
 @dataclass(frozen=True)

@@ -181,9 +181,6 @@ assert "kvobs.blocks.device" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-# --- vLLM's own, with the statements that it runs on CUDA
-
-
 @pytest.mark.parametrize("router", ["kvobs", pytest.param("stock", marks=pytest.mark.xfail(strict=True))])
 def test_keys_and_values_first_are_not_taken_for_blocks(router: str) -> None:
     src, dst = {"a": torch.arange(16.0).view(2, 8)}, {"a": torch.full((2, 8), -1.0)}

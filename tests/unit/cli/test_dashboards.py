@@ -103,8 +103,6 @@ def test_the_command_says_what_it_wrote_and_what_was_there(tmp_path: Path) -> No
     assert kvobs("/proc/kvobs")[0] == 1
 
 
-# --- a site's settings
-
 OURS = {
     "grafana": "https://grafana.example.org/g/", "runbook": "https://wiki.example.org/kvobs", "job": "llm/kvobs",
     "cluster": "k8s_cluster",

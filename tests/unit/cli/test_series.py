@@ -74,8 +74,6 @@ def test_series_belong_to_the_engine_and_connector_of_their_labels() -> None:
     assert {owner: numbers.sum("up") for owner, numbers in by_owner(values).items()} == {("", ""): 1, ("1", "a"): 2}
 
 
-# --- quantiles, which are those that Prometheus computes
-
 BOUNDS = (*LOAD_DURATION.buckets, math.inf)
 COUNTS = st.lists(st.integers(0, 50), min_size=len(BOUNDS), max_size=len(BOUNDS))
 

@@ -157,9 +157,6 @@ def test_a_folder_that_is_none_is_refused_by_its_path(tmp_path: Path) -> None:
             read_model(folder)
 
 
-# --- the command
-
-
 def kvobs(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["topology", *arguments])
     return result.exit_code, result.output

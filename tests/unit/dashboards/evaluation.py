@@ -30,9 +30,6 @@ BESIDE: dict[tuple[str, ...], dict[str, str]] = {
 """By what an alert is about: labels of another one of these, which is healthy."""
 
 
-# --- series
-
-
 def engine(series: Series, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return a scene's series with their labels; what every scraped engine has is among them."""
     usual = {"up": UP, BUILD: UP, START: f"{OLD}x400"}
@@ -114,9 +111,6 @@ def a_day_later(before: Series, test: dict[str, Any]) -> dict[str, Any]:
     for asked in (*test["alert_rule_test"], *test["promql_expr_test"]):
         asked["eval_time"] = f"{24 * 60 + int(asked['eval_time'].removesuffix('m'))}m"
     return test
-
-
-# --- promtool
 
 
 def quiet_from(begin: int, end: int = 60) -> dict[str, list[Any]]:

@@ -112,9 +112,6 @@ def test_endpoints_are_shown_without_credentials(endpoint: str, shown: str) -> N
     assert spans_go_to(Setup(), replace(TRACED, endpoint=endpoint)) == f"{shown}, from vLLM's API server"
 
 
-# --- at the start
-
-
 class Scheduler:
     """Builds the connector as vLLM's scheduler does, and notes the exporters that it would feed."""
 

@@ -18,8 +18,6 @@ from kvobs.export.span_export import make_exporter
 from tests.support.contexts import record
 from tests.support.cutters import Cutter, Hanging, Make
 
-# --- exporters that fail
-
 TRANSPORT, GRPC = (
     logging.getLogger(name) for name in ("urllib3.connectionpool", "opentelemetry.exporter.otlp.proto.grpc.exporter")
 )
@@ -100,9 +98,6 @@ def test_the_real_exporters_without_a_collector_log_one_line(
     (line,) = [line for line in caplog.records if line.levelno >= logging.WARNING]
     assert line.getMessage().startswith("spans can't be exported: ")
     assert "gives no reason" not in line.getMessage()
-
-
-# --- the end
 
 
 def test_waiting_spans_are_sent_at_the_end(cutter: Make) -> None:

@@ -10,8 +10,6 @@ from kvobs.vllm_api.versions import V2_RUNNER
 from tests.support.best_effort import FAILURE, KV, SYNC, Isolating
 from tests.support.rig import assert_nothing_is_left, child_config, counted
 
-# --- what can't be isolated
-
 
 @pytest.mark.parametrize(
     ("policy", "isolate", "more", "says"),
@@ -95,9 +93,6 @@ def test_a_synchronous_offer_is_unused_beside_connectors_that_save(
     assert "connector 'best' is isolated and offers a synchronous load: it is not used" in caplog.text
 
 
-# --- N9: synchronous loads, alone or beside connectors that do not save
-
-
 class Lone:
     """An engine whose only saving connector is isolated and offers synchronous loads, like LMCache V1."""
 
@@ -151,9 +146,6 @@ def test_a_synchronous_load_that_fails_is_recomputed_and_nothing_is_saved_in_its
     assert counted(lone.rig, "kvobs_loads_total", 0, "sync", "failed") == 1
     assert counted(lone.rig, "kvobs_failed_sync_loads_total", 0) == 1
     assert_nothing_is_left(lone.rig)
-
-
-# --- what can't be built
 
 
 @pytest.mark.parametrize("where", ["scheduler", "worker 0", "worker 1", "everywhere"])

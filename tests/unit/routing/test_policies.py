@@ -149,9 +149,6 @@ def test_kv_that_another_engine_has_computed_for_this_request_is_taken(monkeypat
     assert policy.decide(1000, 0).reason == FASTEST
 
 
-# --- in an engine
-
-
 def test_an_engine_computes_what_it_loads_slower(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     """Asked always, discarded where it does not pay: every connector gets the blocks, with 0 tokens."""
     engine = Observed(monkeypatch, a, b, ranks=1, load_policy="fastest")

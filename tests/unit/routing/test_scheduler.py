@@ -127,9 +127,6 @@ def test_the_end_of_a_request_that_nobody_saves_makes_no_orders(a: Script) -> No
     assert rig.connector._side.next_orders.made is None
 
 
-# --- what is announced of each request, and in which order
-
-
 class Announced(Observer):
     """A rig that notes its events, by request; of loads and saves what they have come to."""
 

@@ -162,9 +162,6 @@ def test_found_allowed_and_fix_are_separate_also_in_another_process() -> None:
     assert again.mistakes == (Finding(path, "found 'best'", "'first', 'longest' or 'fastest'", fix),)
 
 
-# --- the environment
-
-
 @pytest.mark.parametrize(
     ("value", "stock"),
     [("", set()), ("aggregator", {"aggregator"}), ("block_copy", {"block_copy"}),

@@ -104,8 +104,6 @@ def test_a_message_is_short_whatever_is_long_and_however_many_mistakes_there_are
     assert len(str(found)) < (20_000 if "many" in what else 2000)
 
 
-# --- a child's own configuration may hold credentials
-
 WITH_SECRET: dict[str, Any] = {
     "good": [{**CHILD, "kv_connector_extra_config": {"access_key": SECRET}}],
     "a class that nobody has": [{"kv_connector": "Nothing", "kv_connector_extra_config": {"access_key": SECRET}}],

@@ -13,8 +13,6 @@ from kvobs.schema import signals, spans
 from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason, Record, Span
 from tests.support.contexts import SAMPLED, json_values, record, records
 
-# --- the table
-
 
 def test_every_attribute_is_in_the_table_and_says_what_it_is() -> None:
     constants = {
@@ -48,9 +46,6 @@ def test_a_title_names_the_subject_where_there_is_one() -> None:
 def test_slow_and_failed_spans_are_urgent_also_after_the_wire(reason: Reason) -> None:
     for sent in (reason, str(reason)):
         assert record(reason=sent).is_urgent is (reason in (Reason.SLOW, Reason.ERROR))
-
-
-# --- over the wire
 
 
 @given(records)

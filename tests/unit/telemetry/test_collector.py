@@ -101,9 +101,6 @@ def test_span_records_travel_with_the_numbers_once_and_lost_ones_are_counted() -
     assert not set(slots) & set(second.counts)
 
 
-# --- in which steps
-
-
 def test_every_two_seconds_of_work() -> None:
     rule = FlushRule(Journal())
     decided = [rule.decide(now, has_forward=True, has_finished=False) for now in range(0, 10 * EVERY_NS, EVERY_NS // 5)]

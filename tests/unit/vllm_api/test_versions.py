@@ -108,9 +108,6 @@ def test_before_030_the_needed_layout_is_that_of_the_current_configuration() -> 
     assert versions.required_cache_layout(lambda: "NHD", None) == "NHD"
 
 
-# --- the front end
-
-
 @pytest.mark.parametrize(
     ("value", "is_on"), [(None, False), ("0", False), ("1", True), ("2", True), ("true", False), ("", False)]
 )

@@ -144,9 +144,6 @@ def test_an_endpoint_has_a_scheme_or_a_port(endpoint: str) -> None:
         assert warning.path == "--otlp-traces-endpoint"
 
 
-# --- the exporter's port
-
-
 @pytest.fixture
 def taken() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -158,9 +158,6 @@ def test_emptiness_and_reset() -> None:
         assert stats.is_ours
 
 
-# --- the summary in vLLM's log
-
-
 def summary(recorder: Recorder, *names: str) -> dict[str, dict[str, int | float]]:
     return summarize(names, recorder.take())
 

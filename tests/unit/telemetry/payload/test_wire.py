@@ -150,9 +150,6 @@ def test_a_line_is_short_and_ascii_whatever_is_in_it() -> None:
     assert wire.from_line(b'{"a":1}') == {"a": 1}
 
 
-# --- increments
-
-
 def test_increments_of_any_size_are_added_and_what_is_added_stays_as_it_is() -> None:
     mine, more = Increments.none(), Increments({1: 10**30, 2: 1}, [["s", 0, 10**30]], {5: 6})
     for _ in range(3):

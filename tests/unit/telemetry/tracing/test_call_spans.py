@@ -76,9 +76,6 @@ def test_when_the_flush_is_full_only_slow_and_failed_calls_are_written_and_other
     assert counts[signals.slot(signals.SPANS_DROPPED, "flush")] == 2
 
 
-# --- where it belongs
-
-
 def test_calls_of_a_step_share_its_trace_and_those_of_none_have_one_each() -> None:
     calls = Calls(traces_all=True)
     alone = [calls.one().trace_id for _ in range(3)]

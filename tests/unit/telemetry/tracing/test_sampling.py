@@ -83,8 +83,6 @@ def test_a_step_waits_for_a_sync_load_as_for_a_call(given: dict[str, Any], slow_
     assert (tracing.slow_load_ns, tracing.slow_sync_load_ns) == (slow_ms * 1e6, slow_sync_ms * 1e6)
 
 
-# --- verdicts
-
 CALLERS = {"none": None, "sampled": SAMPLED, "unsampled": UNSAMPLED}
 # sampler -> the callers whose traces are exported
 EXPORTED = {

@@ -156,9 +156,6 @@ def test_the_limits_of_steps_are_vllms(threshold: int, chunk: int) -> None:
     assert step_limits(SimpleNamespace(scheduler_config=scheduling)) == (2048, 1)
 
 
-# --- the work of a step
-
-
 class Planned:
     """Notes every step's work as it is read, and as the requests have it."""
 
