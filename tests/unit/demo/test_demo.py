@@ -18,8 +18,6 @@ from kvobs.demo import load, model, report
 from kvobs.demo.host_offload import HostWorker
 from kvobs.demo.server import Completion, ServerError, parse_metrics
 
-# --- model
-
 
 def test_the_same_model_comes_out_every_time(tmp_path: Path) -> None:
     """Or answers could not be compared between runs."""
@@ -61,9 +59,6 @@ def test_the_model_answers_in_printable_characters_only() -> None:
     assert TOKENIZER.decode(np.flatnonzero(model.printable()).tolist()) == "".join(chr(code) for code in range(32, 127))
     assert all(len(TOKENIZER.encode(special, add_special_tokens=False).ids) == 1 for special in SPECIAL)
     assert not dict(model.weights(np.random.default_rng(0), 1, 64))["lm_head.weight"][~model.printable()].any()
-
-
-# --- host_offload
 
 
 @given(
@@ -111,9 +106,6 @@ def test_jobs_into_one_chunk_keep_each_others_blocks() -> None:
         worker.submit_store(job, GPULoadStoreSpec([block], [1], [place]), CPULoadStoreSpec([0]))
     worker.submit_load(2, CPULoadStoreSpec([0]), GPULoadStoreSpec([0, 3], [2], [0]))
     assert cache[:, 0].tolist() == [1, 1, 2, 2]
-
-
-# --- load
 
 
 def test_prompts_differ_for_exampleconnector_too_and_share_their_document() -> None:
@@ -181,8 +173,6 @@ def test_the_load_stops_at_the_first_failure() -> None:
             thread.join()
     assert len(server.seen) <= 4
 
-
-# --- report
 
 BEFORE = """
 # TYPE kvobs_lookups_total counter

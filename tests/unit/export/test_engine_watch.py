@@ -202,9 +202,6 @@ def test_after_a_watch_that_stood_ages_begin_again(gap_s: int, is_shown: bool, m
     assert watch.calls() == ([call] if is_shown else [])
 
 
-# --- the next life
-
-
 def test_the_next_life_reports_the_end_once(engine: str, ends: Path, caplog: pytest.LogCaptureFixture) -> None:
     watch = EngineWatch(described(pages=name(engine), model=engine))
     with process(engine, 1, "returns"), process(engine, 1, "raises"):

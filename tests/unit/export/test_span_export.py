@@ -22,8 +22,6 @@ from kvobs.schema.spans import Reason, Record
 from tests.support.contexts import SAMPLED, UNSAMPLED, json_values, no_otel_variables, record, records
 from tests.support.cutters import MODEL, Cutter, Hanging, Make
 
-# --- a span
-
 
 def test_a_span_has_the_ids_and_times_of_its_record(cutter: Make) -> None:
     mine = cutter()
@@ -89,9 +87,6 @@ def test_the_global_provider_is_left_alone(cutter: Make) -> None:
     before = trace.get_tracer_provider()
     cutter().cut([record()])
     assert trace.get_tracer_provider() is before
-
-
-# --- what is not exported
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.none() | json_values), max_size=6))
@@ -167,8 +162,6 @@ def test_a_full_queue_loses_new_spans_until_it_is_empty(cutter: Make, monkeypatc
     mine.cutter.close()
     assert mine.lost == {"queue": 7}
 
-
-# --- the exporter, as the environment says
 
 ENDPOINT = "http://collector:4317"
 TRACES_PROTOCOL, PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"

@@ -176,9 +176,6 @@ def test_the_reasons_are_those_of_the_metric() -> None:
     assert signals.LOAD_DECISIONS.labels["reason"] == REASONS
 
 
-# --- races
-
-
 def steadily(fixed: float, token: float) -> Callable[[int, int], float]:
     return lambda number, tokens: fixed + tokens * token
 

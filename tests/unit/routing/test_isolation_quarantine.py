@@ -119,9 +119,6 @@ def test_a_child_that_is_not_isolated_still_ends_the_step(engine: Isolating, b: 
         engine.step()
 
 
-# --- slow in the scheduler's step
-
-
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch, engine: Isolating, a: Script) -> dict[str, float]:
     """Seconds that the best-effort child takes, by hook; asked of a clock of the test's own."""

@@ -97,8 +97,6 @@ def lasting() -> Iterator[ApiServer]:
         server.front.metrics._cutter.close()
 
 
-# --- anything, anywhere in a payload
-
 numbers = st.sampled_from([-1, 0, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 1e308, float("nan"), True])
 leaves = st.none() | st.text(max_size=5) | st.floats() | near_misses | numbers
 keys = st.integers(-5, 5) | st.text(max_size=3)
@@ -185,8 +183,6 @@ def test_stats_nested_too_deep_cost_their_child_only(lasting: ApiServer) -> None
     faults.take()
 
 
-# --- older, newer, differently configured
-
 OTHERS: dict[str, dict[str, Any]] = {
     "older": {"v": VERSION - 1},
     "newer": {"v": VERSION + 1, "counts": {"h": [1, 2]}, "more": [1]},
@@ -216,9 +212,6 @@ def test_numbers_of_another_version_or_others_are_refused(how: str, caplog: pyte
     ] == [True]
     server.receive(good())
     assert server.hits() == 1
-
-
-# --- ever new values
 
 
 @pytest.mark.usefixtures("in_production")

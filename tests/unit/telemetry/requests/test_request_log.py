@@ -63,9 +63,6 @@ class Stuck(Stderr):
         self.is_over.wait(30)
 
 
-# --- a file
-
-
 def test_lines_are_appended_in_their_order_and_the_last_ones_at_the_end(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text('{"n": -1}\n')
@@ -221,9 +218,6 @@ def test_engines_may_share_a_file(tmp_path: Path) -> None:
         assert [line["n"] for line in lines if line["of"] == str(i)] == list(range(2000))
 
 
-# --- stderr
-
-
 def test_lines_on_stderr_have_nothing_before_them() -> None:
     ran = subprocess.run([sys.executable, "-c", WRITER, "", "0"], capture_output=True, timeout=50, check=True)
     assert [json.loads(line)["n"] for line in ran.stderr.splitlines()] == list(range(2000))
@@ -241,9 +235,6 @@ def test_an_output_that_is_full_holds_up_neither_the_engine_nor_its_end(is_named
         assert process.stdout.readline() == b"False\n", "it did not write all"
         assert process.wait(20) == 0
     os.close(reader)
-
-
-# --- waiting
 
 
 def test_handing_over_waits_for_no_write(start: Start) -> None:

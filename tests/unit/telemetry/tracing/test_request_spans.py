@@ -64,9 +64,6 @@ class Writer:
         return next(iter(self.groups()), [])
 
 
-# --- lookups
-
-
 def test_a_lookup_says_what_was_offered_and_how_it_ended() -> None:
     trace = trace_of(lookups=2, began_ns=100, ended_ns=300, prompt_tokens=100)
     (found,) = Writer().looked_up(trace, "hit", lookup((0, 16), (1, 48), local=32), owner=1, tokens=48)
@@ -124,9 +121,6 @@ def test_ids_of_any_length_are_cut(request_id: str) -> None:
     (found,) = Writer().looked_up(trace_of(lookups=1, request_id=request_id))
     assert found.attributes["kv_transfer.request.id"] == request_id[:256]
     assert len(str(found.attributes["gen_ai.request.id"])) <= 256
-
-
-# --- loads
 
 
 def part(rank: int, began_ns: int, ended_ns: int, spent_ns: int | None = None) -> Report:
@@ -226,9 +220,6 @@ def test_whatever_clocks_say_no_span_ends_before_it_begins_and_a_ranks_span_has_
 def test_a_load_says_what_it_saved_and_how_long_it_was_awaited(gain: Gain | None, expected: dict[str, float]) -> None:
     whole, *_ = Writer().loaded(trace_of(), load_of(), gain)
     assert {key: value for key, value in said(whole).items() if key in ("waited", "saved")} == expected
-
-
-# --- saves
 
 
 def save_of(**more: Any) -> Save:
