@@ -184,6 +184,7 @@ OF_THREADS = (*OF_EXPORTER, "probe.pauses:")
 
 OF_OTHER_STORIES = (
     "telemetry.requests.request_reports:Reports.noted",
+    "telemetry.transfers.peers:",
     "telemetry.transfers.quarantines:",
     "telemetry.transfers.offers:OfferCounts.lapsed",
     "routing.sync",

@@ -17,6 +17,7 @@ from vllm.distributed.kv_events import BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
 from kvobs import faults
+from kvobs.connector import wiring
 from kvobs.connectors.specs import STATED_BYTES
 from kvobs.probe.pauses import OF_PROCESS
 from kvobs.schema.signals import SIGNALS, Scope, Signal
@@ -119,7 +120,18 @@ def test_offers(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     assert lost == {("two", "other_chosen"): 2 * BLOCK}
 
 
-# --- saves
+def test_loads_from_other_engines(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    monkeypatch.setattr(wiring, "BETWEEN_ENGINES", ("ScriptedConnector",))
+    a.offers["r"] = KV
+    engine = Observed(monkeypatch, a, b)
+    engine.rig.add("r", do_remote_prefill=True, remote_host="10.0.3.17", remote_port=5600)
+    engine.step()
+    for rank in (0, 1):
+        a.say(rank, received="r")
+    engine.step(2)
+    assert engine.series("kvobs_peer_loads_total") == {("one", "ok", "10.0.3.17:5600"): 1}
+    took = engine.series("kvobs_peer_load_seconds_total")
+    assert took == {("one", "10.0.3.17:5600"): engine.value("kvobs_load_duration_seconds_sum", mode="async")}
 
 
 def test_a_promised_save(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:

@@ -241,8 +241,8 @@ def test_no_signal_and_no_attribute_is_about_content() -> None:
     """A new label or attribute is looked at by someone before it is in here."""
     labels = {label for signal in SIGNALS for label, values in signal.labels.items() if values is OPEN}
     assert labels == {
-        "class", "connector", "error_type", "failure_policy", "hook", "index", "load_policy", "rank", "reason", "role",
-        "version", "vllm_version", "native",
+        "class", "connector", "error_type", "failure_policy", "hook", "index", "load_policy", "outcome", "peer", "rank",
+        "reason", "role", "version", "vllm_version", "native",
     }  # fmt: skip
     assert not {"prompt", "token_ids", "params", "headers", "message", "config"} & {
         part for attribute in ATTRIBUTES for part in attribute.split(".")
