@@ -26,7 +26,7 @@ PYENV := $(subst $() ,:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test test-probe wheels release test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
+.PHONY: help install demo test test-probe wheels release test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions test-prometheus lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -175,6 +175,19 @@ promtool: ## Install Prometheus and VictoriaMetrics, whose tools check metrics a
 	@command -v promtool victoria-metrics >/dev/null && command -v victoria-metrics >/dev/null \
 		|| { apt-get -q update && apt-get -q install --yes --no-install-recommends prometheus victoria-metrics; } \
 		|| { echo "The tests need promtool, of Prometheus, and victoria-metrics: install them, on the PATH"; false; }
+
+# Debian's next release has a newer one, which is unpacked here: the system keeps its own, and its lists of packages.
+PROMETHEUS3 := .hosts/prometheus3
+OF_SID := -o Dir::Etc::sourcelist=$(CURDIR)/$(PROMETHEUS3)/sid.list -o Dir::Etc::sourceparts=- -o APT::Sandbox::User=root \
+	-o Dir::State::lists=$(CURDIR)/$(PROMETHEUS3)/lists -o Dir::Cache=$(CURDIR)/$(PROMETHEUS3)/cache
+$(PROMETHEUS3)/usr/bin/prometheus:
+	mkdir -p $(PROMETHEUS3)/lists/partial $(PROMETHEUS3)/cache/archives/partial
+	echo "deb $$(apt-get indextargets --format '$$(REPO_URI)' | grep --max-count=1 'debian/$$') sid main" > $(PROMETHEUS3)/sid.list
+	{ apt-get -q $(OF_SID) update && cd $(PROMETHEUS3) && apt-get -q $(OF_SID) download prometheus && dpkg -x prometheus_*.deb .; } \
+		|| { echo "Debian has no newer Prometheus here: unpack one, so that there is a $@"; false; }
+
+test-prometheus: $(INSTALLED) promtool $(PROMETHEUS3)/usr/bin/prometheus ## Run the tests of rules, boards and `kvobs check` with Prometheus 3, beside `make test` with Debian's 2
+	PATH="$(CURDIR)/$(PROMETHEUS3)/usr/bin:$$PATH" $(BIN)/python -m pytest $(SHARED) tests/unit/dashboards tests/unit/cli tests/unit/test_docs_samples.py $(TESTS)
 
 clean: ## Remove what make made
 	rm -rf .venv .pythons .hosts build dist mutants kvobs/probe/*.so

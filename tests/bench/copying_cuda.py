@@ -97,9 +97,6 @@ def ids_of(rng: random.Random, case: Case) -> list[int]:
     return [begin * case.run + i for begin in begins for i in range(case.run)]
 
 
-# --- right
-
-
 def layouts(dtype: torch.dtype, blocks: int) -> Iterator[tuple[str, torch.Tensor, int]]:
     """Yield caches of random bytes, and which dimension counts the blocks."""
 
@@ -182,9 +179,6 @@ def _on_the_way(cache: torch.Tensor, device: torch.device) -> torch.Tensor:
     live = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=device).zero_()
     torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
     return live.copy_(written)
-
-
-# --- fast
 
 
 def stock_copy() -> tuple[str, Copy]:

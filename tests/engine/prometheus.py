@@ -14,6 +14,12 @@ from kvobs.demo.server import HOST, claim_port
 from tests.engine.serving import eventually
 
 
+def major() -> int:
+    """Return the major version of the Prometheus that runs in tests, whose word is "prometheus, version 3.5.3"."""
+    said = subprocess.run([_found("prometheus"), "--version"], capture_output=True, text=True, check=True)
+    return int((said.stdout or said.stderr).split()[2].partition(".")[0])
+
+
 class Prometheus:
     """One that listens on a port of this machine."""
 
@@ -76,13 +82,18 @@ def victoria(folder: Path, jobs: str, rules: Path) -> Iterator[Prometheus]:
 @contextmanager
 def _running(folder: Path, program: str, *flags: str) -> Iterator[Path]:
     """Run a program, and return its log."""
-    binary, log = shutil.which(program), folder / f"{program}.log"
-    assert binary, f"{program} is missing: run `make promtool`, or install it (Debian: prometheus, victoria-metrics)"
+    log = folder / f"{program}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen([binary, *flags], stdout=output, stderr=output)
+        process = subprocess.Popen([_found(program), *flags], stdout=output, stderr=output)
         try:
             yield log
             assert process.poll() is None, log.read_text()
         finally:
             process.terminate()
             process.wait(20)
+
+
+def _found(program: str) -> str:
+    path = shutil.which(program)
+    assert path, f"{program} is missing: run `make promtool`, or install it (Debian: prometheus, victoria-metrics)"
+    return path

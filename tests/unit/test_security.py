@@ -32,8 +32,6 @@ from tests.support.scripted import MeteredConnector
 PACKAGE = Path(kvobs.__file__).parent
 SECRET = "s3cr3t-" + "0123456789" * 3
 
-# --- what the code can do at all
-
 UNPICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml", "jsonpickle", "torch.load"}
 RUNS = {"eval", "exec", "__import__", "import_module", "run_module", "run_path", "system", "popen"}
 WRITES = {"write_text", "write_bytes", "mkstemp", "mkdtemp", "NamedTemporaryFile", "TemporaryFile", "mkdir", "dump"}
@@ -119,9 +117,6 @@ def test_nothing_is_written_to_a_file_but_what_is_asked_for() -> None:
     assert Counter(name for name, _ in found) == of_engine | of_log | of_commands
 
 
-# --- what a payload can make the API server do
-
-
 class Trap:
     """Is no connector, and says when it is used."""
 
@@ -183,9 +178,6 @@ def test_the_configured_connectors_are_imported_before_any_payload_comes(monkeyp
     assert class_path(_class_at(path)) == path
 
 
-# --- what clients send
-
-
 @pytest.mark.parametrize("part", ["0", "00-", "-", "a" * 32 + "-", "00-" + "a" * 32 + "-" + "b" * 16 + "-01-"])
 def test_overlong_context_is_not_even_matched(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def match(value: str) -> None:
@@ -232,9 +224,6 @@ def test_clients_context_is_handed_on_as_ids_and_flag_only() -> None:
     assert SECRET not in json.dumps(into_params({}, read))
     assert not otel.get_current_span(as_otel(SAMPLED)).get_span_context().trace_state
     assert len(as_otel(SAMPLED)) == 1
-
-
-# --- what gets out
 
 
 def test_no_signal_and_no_attribute_is_about_content() -> None:

@@ -18,8 +18,6 @@ from tests.support.observed import BYTES_PER_TOKEN, KV, STEP_S, SYNC, Observed
 from tests.support.rig import assert_nothing_is_left, child_config
 from tests.support.traced import CLIENT_SPAN, CLIENT_TRACE, NOT_SAMPLED, SAMPLED, Traced, attributes, ids, load
 
-# --- loads
-
 
 def test_an_async_load_is_a_span_with_one_for_each_rank(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r-0123abcd"], b.offers["r-0123abcd"] = KV, (BLOCK, False)
@@ -115,9 +113,6 @@ def test_no_clock_of_a_rank_changes_a_number(offset_s: float, monkeypatch: pytes
     assert len(spans) == 7
 
 
-# --- a decode engine
-
-
 @pytest.mark.parametrize("headers", [None, SAMPLED])
 def test_a_decode_engine_links_to_prefill(headers: Any, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     prefill = "00-" + "12" * 16 + "-" + "34" * 8 + "-01"
@@ -143,9 +138,6 @@ def test_garbage_is_no_context(headers: Any, own: Any, monkeypatch: pytest.Monke
     assert engine.value("kvobs_malformed_contexts_total", None, source="headers") == 1
     assert engine.value("kvobs_malformed_contexts_total", None, source="params") == 1
     assert_nothing_is_left(engine.rig)
-
-
-# --- calls
 
 
 def only_is_slow(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
@@ -228,9 +220,6 @@ def test_spans_beyond_a_flush_are_counted(monkeypatch: pytest.MonkeyPatch, a: Sc
     engine.step(2)
     assert engine.value("kvobs_spans_dropped_total", None, where="flush") > 0
     assert 64 <= len(engine.spans()) <= 4 * 64
-
-
-# --- exemplars, and children that trace themselves
 
 
 def test_exemplars_are_of_exported_spans_only(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:

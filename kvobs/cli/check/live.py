@@ -26,6 +26,7 @@ _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILIN
 _RULE = re.compile(r"^\s*-?\s*(?:alert|record):\s*(\S+)", re.MULTILINE)
 _HISTOGRAM = signals.LOAD_DURATION.name + "_bucket"
 _DOUBLED = f"count by (instance, engine, model_name) ({signals.BUILD_INFO.name}) > 1"
+_BUCKETLESS = f"group by (job) ({signals.LOOKUPS.name}) unless group by (job) ({signals.CALL_DURATION.name}_bucket)"
 _STATES = {
     CORRUPT.name: ("loaded {:,.0f} blocks with wrong bytes since the engine's start", "KvobsCorruptLoads"),
     QUARANTINED.name: ("is in quarantine: new requests do without it", "KvobsConnectorQuarantined"),
@@ -142,7 +143,7 @@ def _look_at_prometheus(result: LiveResult, prometheus: str, urls: Sequence[str]
         targets = _data(prometheus, "targets", state="active")["activeTargets"]
         groups = _data(prometheus, "rules")["groups"]
         flags = _data(prometheus, "status/flags")
-        doubled = _data(prometheus, "query", query=_DOUBLED)["result"]
+        doubled, bucketless = (_data(prometheus, "query", query=query)["result"] for query in (_DOUBLED, _BUCKETLESS))
         hour = {"start": f"{now - 3600:.0f}", "end": f"{now:.0f}"}
         stored = _data(prometheus, "query_exemplars", query=_HISTOGRAM, **hour)
     except NoAnswerError as error:
@@ -159,6 +160,12 @@ def _look_at_prometheus(result: LiveResult, prometheus: str, urls: Sequence[str]
         engine = f"engine {labels.get('engine', '?')} of {labels.get('instance', '?')}"
         found = f"has kvobs's metrics of {engine} {series['value'][1]} times: sums, and alerts, are doubled"
         fix = "scrape kvobs_.* in one job only: see 'Scraping' in docs/metrics.md"
+        result.refuse(prometheus, printable(found), fix)
+    for series in bucketless:
+        found = (
+            f"has no buckets of kvobs's histograms of job {series['metric'].get('job', '?')!r}: durations are missing"
+        )
+        fix = "set always_scrape_classic_histograms beside convert_classic_histograms_to_nhcb there, or drop no _bucket"
         result.refuse(prometheus, printable(found), fix)
 
 

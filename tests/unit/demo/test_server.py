@@ -99,8 +99,6 @@ def test_the_cause_is_the_last_exception_that_is_no_consequence(log: str, cause:
     assert newest_message(log.splitlines()) == {LOG: "Goodbye", ERROR: "An Error: not an exception"}.get(log, "")
 
 
-# --- server: life and death, with stand-ins for vLLM
-
 STAND_IN = """
 import http.server, json, os, signal, subprocess, sys, time
 mode, port = sys.argv[1], int(sys.argv[sys.argv.index("--port") + 1])

@@ -204,8 +204,6 @@ def test_calls_in_progress_and_the_end_are_those_that_the_watch_sees() -> None:
     assert points(totals, signals.ENGINE_ENDED) == [Point(("tiny", "0", "remote", "wait_for_save", "SIGKILL"), 2)]
 
 
-# --- /metrics
-
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
 
 

@@ -44,9 +44,6 @@ def series(counts: dict[int, int]) -> dict[tuple[int, str, tuple[str, ...]], dic
     return found
 
 
-# --- calls
-
-
 @each_probe
 @given(st.integers(0, 2**40))
 def test_a_call_is_let_through_and_falls_into_the_bucket_whose_bound_is_not_below_it(kind: Kind, ns: int) -> None:
@@ -152,8 +149,6 @@ def test_two_threads_lose_nothing(kind: Kind) -> None:
     assert found[len(CALL_DURATION.bounds) + 1] == mine.words[mine.calls(0, HOOK) + SUM]
 
 
-# --- counters, histograms, gauges
-
 counted = st.tuples(st.integers(0, 2), st.integers(0, CHILD_WIDTH - 1), st.integers(0, 1000))
 
 
@@ -210,9 +205,6 @@ def test_a_gauge_is_shipped_when_it_changes() -> None:
     assert mine.take().gauges == {PROCESS_WIDTH + CHILD_WIDTH + place: 0}
 
 
-# --- its own cost
-
-
 @each_probe
 def test_the_sum_of_a_histogram_may_wrap_around(kind: Kind) -> None:
     mine, taken = recorder_of(kind, 1), 0
@@ -235,9 +227,6 @@ def test_cost_of_recording_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "perf_counter_ns", clock)
     monkeypatch.setattr(native, "probe", lambda *page: PROBES["python"](*page, clock))
     assert cost_of_recording.__wrapped__(calls=4, rounds=2) == 20, "two readings of the clock beyond the call"
-
-
-# --- who gets the calls
 
 
 @each_probe

@@ -18,15 +18,17 @@ from kvobs.cli.top.scrapes import NO_METRICS
 from kvobs.cli.web import Page
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import (
+    CALL_DURATION,
     CORRUPT_BLOCKS,
     INTERNAL_ERRORS,
     LOAD_DURATION,
     LOADS,
+    LOOKUPS,
     OLDEST_IN_FLIGHT,
     QUARANTINED,
     slot,
 )
-from tests.engine.prometheus import scraping
+from tests.engine.prometheus import major, scraping
 from tests.engine.serving import eventually
 from tests.support.top_engines import Engines, answering, count, exporting, serving, unserved
 
@@ -193,6 +195,24 @@ def test_every_fault_of_a_prometheus_is_named(exporter: str, tmp_path: Path) -> 
     assert f"has not loaded {len(shipped_rules())} of kvobs's {len(shipped_rules())} rules" in warnings
     assert "stores no exemplars" in warnings
     assert "scrapes no target at the port of http://127.0.0.1:1/metrics" in warnings
+
+
+DROPPED = "metric_relabel_configs: [{source_labels: [__name__], regex: '.*_bucket', action: drop}], "
+CONVERTED = ["convert_classic_histograms_to_nhcb: true, "] if major() >= 3 else []
+
+
+@pytest.mark.parametrize("of_job", ["", DROPPED, *CONVERTED])
+def test_a_job_without_buckets_is_a_mistake(of_job: str, tmp_path: Path) -> None:
+    def record(recorder: Recorder) -> None:
+        count(recorder, 0, LOOKUPS, 1, "hit")
+        recorder.observe(0, CALL_DURATION, 10**6, "start_load_kv")
+
+    with exporting(record, {}, [], ("cpu", "disk")) as address:
+        configuration = jobs(("kvobs", address)).replace("{job_name: kvobs, ", f"{{job_name: kvobs, {of_job}")
+        with scraping(tmp_path, configuration) as prometheus:
+            assert eventually(lambda: prometheus.value("count(kvobs_lookups_total)") == 1)
+            looked = look([f"http://{address}/metrics"], f"http://127.0.0.1:{prometheus.port}")
+    assert any("of job 'kvobs': durations are missing" in each.found for each in looked.mistakes) is bool(of_job)
 
 
 def test_another_server_than_a_prometheus_is_named(exporter: str) -> None:

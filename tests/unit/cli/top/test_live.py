@@ -58,9 +58,6 @@ def top(*arguments: str) -> Any:
     return CliRunner().invoke(cli.app, ["top", *arguments])
 
 
-# --- for scripts
-
-
 def test_once_prints_one_table(address: str) -> None:
     result = top(address, "--once", *QUICK)
     assert result.exit_code == 0
@@ -127,9 +124,6 @@ def test_into_a_pipe_it_prints_tables_one_after_another(address: str) -> None:
     assert process.wait(20) == 0
     assert text.index("since the servers' start") < text.index("the last 0.2 s")
     assert "\x1b" not in text
-
-
-# --- in a terminal
 
 
 class Terminal:
