@@ -29,7 +29,6 @@ def engines() -> Panel:
             Column(
                 "Failure share", questions.failing_share(*by_engine), "percentunit", looks.FAILING_SHARE, decimals=1
             ),
-            Column("Failures/s", questions.failures(*by_engine), verdict=looks.ANY_IS_WARNING, decimals=2),
             Column("Load p99", SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_engine), "s", looks.LOAD_SECONDS),
             Column("Oldest transfer", questions.oldest(*by_engine), "s", looks.AGE_SECONDS),
         ],

@@ -51,6 +51,7 @@ LOAD_SECONDS = thresholds((verdicts.SLOW.limits["load_p99"], WARNING), (5, BAD))
 STALL_SECONDS = thresholds((0.05, WARNING), (0.25, BAD))
 SCHEDULER_SHARE = thresholds((verdicts.BLOCKING.limits["scheduler_share"], WARNING), (0.5, BAD))
 AGE_SECONDS = thresholds((10, WARNING), (60, BAD))  # stuck_after_s is 60
+HANG_SECONDS = thresholds((verdicts.HANGS.limits["call"], BAD))
 UNUSED_HIT_SHARE = thresholds((0.3, WARNING))
 NET_GAIN = thresholds((0, GOOD), first=WARNING)
 ANY_IS_BAD = thresholds((1e-9, BAD))
@@ -68,6 +69,8 @@ VERDICTS = {i: (state.name, _OF_STATES.get(state.name, BAD)) for i, state in enu
 SEVERITIES = {1: ("info", OTHER), 2: ("warning", WARNING), 3: ("critical", BAD)}
 ENGINES_FAILING = thresholds((1e-9, WARNING), (0.2, BAD))
 
+NONE_FIRE = {0: ("none", GOOD)}
+ALL_UP = {0: ("all up", GOOD)}
 PARTAKING = {0: ("all enabled", GOOD), 1: ("in quarantine", BAD)}
 
 

@@ -33,7 +33,7 @@ def overview() -> Board:
             Section(
                 "",
                 [
-                    (5, list(zip((3, 2, 3, 3, 3, 3, 3, 2, 2), _verdicts(), strict=True))),
+                    (5, list(zip((2, 2, 3, 2, 2, 2, 2, 3, 2, 2, 2), _verdicts(), strict=True))),
                     (6, [(24, _connectors())]),
                     (8, [(14, engines()), (10, firing_alerts())]),
                 ],
@@ -56,13 +56,41 @@ def _verdicts() -> list[Panel]:
     stall = SELECTION.quantile(0.99, signals.LOAD_STALL, *by_engine)
     return [
         number(
+            "Alerts",
+            About(
+                "How many alerts of kvobs fire.",
+                "'none' is normal. Alerts wait before they fire: the other tiles change their colour earlier.",
+                "See which in the table of alerts below, and open the runbook at the alert's name.",
+                "Prometheus must evaluate kvobs's rules: without them none fires.",
+            ),
+            Query(questions.alerts_firing()),
+            unit="short",
+            verdict=looks.ANY_IS_WARNING,
+            words=looks.NONE_FIRE,
+        ),
+        number(
+            "Engines down",
+            About(
+                "How many engines are gone: targets that cannot be scraped any more, and engines that have ended.",
+                "'all up' is normal.",
+                "`kvobs top` and the runbook's KvobsEngineEnded say in which call an engine died.",
+                "A pod that was removed is no target any more, and not counted. Ends without the exporter are seen by "
+                "the target only.",
+            ),
+            Query(questions.engines_down()),
+            unit="short",
+            verdict=looks.ANY_IS_BAD,
+            words=looks.ALL_UP,
+            empty=looks.NO_DATA,
+        ),
+        number(
             "Failure share",
             About(
                 "The connector and engine with the highest share of failures: failed loads and exceptions, among all "
                 "loads and exceptions.",
                 "Green and 'none': nothing failed in the last minutes. Red: more than 5 %.",
                 "Open that connector's board from its row in the table below.",
-                "With few loads, one failure is a large share: see Failures/s in the table.",
+                "With few loads, one failure is a large share: see the failures a second below.",
             ),
             Query(questions.none_if_empty(failing), NAMED),
             unit="percentunit",
@@ -70,7 +98,7 @@ def _verdicts() -> list[Panel]:
             empty=looks.NO_DATA,
         ),
         number(
-            "Affected",
+            "Engines affected",
             About(
                 "Share of engines on which a connector fails: 5 % or more of its loads and exceptions.",
                 "0: no engine. Amber: some engine. Red: 20 % of the engines or more.",
@@ -129,30 +157,30 @@ def _verdicts() -> list[Panel]:
             About(
                 "Is anything hanging? The call that an engine has been in for longest, or the oldest lookup, load or "
                 "resume (loaded, not scheduled, and nothing is computed), and its age.",
-                "'Nothing hangs' is the normal state. Amber from 10 s, red from 60 s.",
+                "'Nothing hangs' is the normal state. Red from 10 s: the connector's state is then Hangs.",
                 "See KvobsCallHangs in the runbook; `kvobs timeline` shows what led to it.",
                 "Calls below a second are not shown, and ranks on other machines are not seen.",
             ),
             Query(worst(questions.hang_ages()), "{{connector}} {{hook}}{{kind}} {{instance}} {{rank}}"),
             unit="s",
-            verdict=looks.AGE_SECONDS,
+            verdict=looks.HANG_SECONDS,
             empty="Nothing hangs",
         ),
         number(
-            "Oldest in progress",
+            "Scheduler time",
             About(
-                "Age of the oldest lookup that a request waits for, load, resume or promised save in progress.",
-                "Amber from 10 s, red from 60 s.",
-                "Find the rank that has not reported: board Connector, row Ranks.",
-                "'None in progress' is the normal state between requests.",
+                "Share of time that the scheduler spends in calls into the connector, of the connector and engine with "
+                "the highest.",
+                "No step is scheduled in that time: all requests of the engine wait. Amber from 10 %, red from 50 %.",
+                "See which hook on the connector's board, row Scheduler; `lookup_timeout_ms` leaves lookups open.",
+                "While nothing is computed, the scheduler may only ask again for what is not there yet.",
             ),
-            Query(worst(f"{questions.oldest(*by_engine)} > 0"), NAMED),
-            unit="s",
-            verdict=looks.AGE_SECONDS,
-            empty="None in progress",
+            Query(worst(f"({questions.scheduler_share(*by_engine)}) >= 0"), NAMED),
+            unit="percentunit",
+            verdict=looks.SCHEDULER_SHARE,
         ),
         number(
-            "Loaded",
+            "Tokens loaded",
             About(
                 "Share of all prompt tokens that were loaded from connectors.",
                 "Higher is better; the achievable value depends on the traffic.",
@@ -190,7 +218,6 @@ def _connectors() -> Panel:
                 looks.FAILING_SHARE,
                 decimals=1,
             ),
-            Column("Failures/s", every(questions.failures(*by_connector)), verdict=looks.ANY_IS_WARNING, decimals=2),
             Column("Loads/s", every(SELECTION.rate(signals.LOADS, *by_connector)), decimals=2),
             Column(
                 "Load p99",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dashboards.promql import (
+    CLUSTER,
     ENGINE,
     ENGINE_LABELS,
     SCHEDULER_CALLS,
@@ -99,6 +100,20 @@ def alerts_by_severity() -> str:
     """Return alerts that fire, each with its severity as a number, by what they are about."""
     every_one = " or ".join(f"{index} * {firing_alerts(name)}" for index, name in enumerate(SEVERITIES, 1))
     return f"max by (alertname, {', '.join(by_engine)}) ({every_one})"
+
+
+def alerts_firing() -> str:
+    """Return how many alerts fire."""
+    return f"count({firing_alerts()}) or vector(0)"
+
+
+def engines_down() -> str:
+    """Return how many engines are gone, of the targets that had kvobs within a day and are still targets."""
+    known, ended = SELECTION.series(signals.BUILD_INFO), SELECTION.series(signals.ENGINE_UP)
+    of_targets = (
+        f'up{{job=~"$job",cluster=~"$cluster"}} == bool 0 and on ({CLUSTER}, job, instance) last_over_time({known}[1d])'
+    )
+    return f"sum({of_targets}) + (sum({ended} == bool 0) or vector(0))"
 
 
 def failures(*by: str) -> str:

@@ -33,7 +33,7 @@ NOT_OURS = {
     )),
     "process_start_time_seconds",
     *(f"otelcol_exporter_{what}_failed_spans{suffix}" for what in ("send", "enqueue") for suffix in ("", "_total")),
-    "ALERTS",
+    "ALERTS", "up",
 }  # fmt: skip
 OF_ONE_ROLE = {"=kv_producer", "=kv_consumer"}
 """An engine is of this role by any connector, whichever are chosen."""
@@ -127,6 +127,7 @@ def selections(board: Board) -> list[str]:
     for where, selector in asked(board):
         signal = QUERIED.get(metric(selector))
         labels = ["instance"] if metric(selector).startswith("process_") else ["model_name", "engine"]
+        labels = ["job"] if metric(selector) == "up" else labels  # an instance that is gone can't be chosen
         labels = [] if metric(selector).startswith("otelcol_") else labels
         labels += ["job", "instance"] if signal else []
         of = matchers(selector)

@@ -7,7 +7,7 @@ import pytest
 from dashboards import looks, promql, questions
 from dashboards.questions import SELECTION, by_connector, by_engine
 from kvobs.schema import signals, verdicts
-from tests.support.promtool import answers
+from tests.support.promtool import HOST, answers
 
 STEADY, RISING = "0+0x20", "0+60x20"  # one sample a minute: a rate of 0, and of 1
 
@@ -167,6 +167,19 @@ def test_alerts_that_fire_are_those_of_what_is_chosen_and_those_without_such_lab
     assert answers(tmp_path, series, questions.alerts_by_severity(), label="alertname") == {
         "KvobsJobMissing": 2, "KvobsTelemetryCost": 1, "KvobsLoadUnfinished": 3,
     }  # fmt: skip
+
+
+def test_engines_are_down_that_ended_or_are_not_scraped(tmp_path: Path) -> None:
+    def down(up: str, engine_up: str = "1x20", built: str = "1x20") -> dict[str, float]:
+        series = {"up{}": up, "kvobs_build_info{}": built, "kvobs_engine_up{}": engine_up}
+        host = HOST.removeprefix(",")
+        series = {name.replace("{}", f"{{{host}}}"): values for name, values in series.items()}
+        return answers(tmp_path, series | {'up{job="node",instance="i"}': "0x20"}, questions.engines_down())
+
+    assert down("1x20") == {"": 0}
+    assert down("1x20", engine_up="1x9 0x11") == {"": 1}
+    assert down("1x2 0x18", "1x2 _x18", "1x2 _x18") == {"": 1}
+    assert down("1x2 _x18", "1x2 _x18", "1x2 _x18") == {}, "a target that was removed"
 
 
 def test_the_gain_is_what_is_saved_without_what_is_waited(tmp_path: Path) -> None:
