@@ -111,8 +111,6 @@ def export(folder: Path, files: Mapping[str, bytes], *, force: bool = False) -> 
     return differing
 
 
-# The settings of a site
-
 _BOUNDS = signals.LOAD_DURATION.buckets[:-1]
 """Where a quantile of loads is exact; none is above the last bound."""
 _CHANGED = "\n\nThis site has other thresholds than the sections name:\n\n"

@@ -134,8 +134,7 @@ def timeline(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the call that each process of an engine is in, or died in, its last exception, and its last minute."""
-    found = _read()
-    if not found:
+    if not (found := _read()):
         raise fail(
             f"found no page of an engine's process in {black_box.folder()}: run this as the engine's user, on its "
             "machine, and in its container; the pages of an engine that ended well are gone"

@@ -42,8 +42,7 @@ def url_of(text: str, default_port: int = VLLM_PORT) -> str:
 
 def urls_of(text: str) -> tuple[str, str | None]:
     """Return the URL of a server's metrics and, of an exporter's address as ``gpu-7:9464+8000``, that of its vLLM."""
-    pair = re.fullmatch(r"(.*:\d+)\+(\d+)", text)
-    if pair is None:
+    if (pair := re.fullmatch(r"(.*:\d+)\+(\d+)", text)) is None:
         return url_of(text), None
     url = url_of(pair[1])
     host = urlsplit(url).netloc.rpartition(":")[0]

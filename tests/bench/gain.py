@@ -57,9 +57,6 @@ OTHERS_PROMPT, OTHERS_ANSWER = 100, 600
 """Tokens of a busy engine's other requests."""
 
 
-# --- an engine
-
-
 class Pair(NamedTuple):
     """A prompt's two times to the first token, and what kvobs announced of its load; in ms."""
 
@@ -183,8 +180,6 @@ def serve() -> None:
     os._exit(0)  # the engine's own end is not measured, and takes seconds
 
 
-# --- host memory that is far away
-
 START_S, BLOCK_S = 0.02, 0.0005
 """Of a load: before the first block, and for each."""
 
@@ -226,9 +221,6 @@ class SlowWorker(HostWorker):
         for due, result in self.under_way:
             if result.job_id in job_ids:
                 time.sleep(max(0.0, due - time.perf_counter()))
-
-
-# --- the cases
 
 
 class Case(NamedTuple):

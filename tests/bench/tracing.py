@@ -61,9 +61,6 @@ Level = Literal["off", "requests", "calls"]
 LEVELS: tuple[Level, ...] = ("off", "requests", "calls")
 
 
-# --- an engine
-
-
 @dataclass
 class Orders(KVConnectorMetadata):
     """The requests that a worker is to load."""
@@ -172,9 +169,6 @@ def forward(worker: Any) -> Callable[[str], None]:
     return run
 
 
-# --- steps
-
-
 def measure(rounds: int = ROUNDS) -> Part:
     return Part("Tracing: a step of 5 ms, 50 loads/s; a span's CPU time", [*_steps(rounds), *_spans()])
 
@@ -225,9 +219,6 @@ def compared(
     """Compare a percentile of the steps, round by round: the forward's 5 ms, and what was measured around it."""
     ours, theirs = ([(STEP_NS + percentile(spent, percent)) / 1e6 for spent in rounds] for rounds in (steps, baseline))
     return Line(name, "ms", ours, theirs, budget)
-
-
-# --- spans
 
 
 class Kept(SpanExporter):

@@ -90,9 +90,6 @@ class CheckResult:
             yield replace(finding, path=inner.removeprefix(".") or "kv_connector") if is_inner else finding
 
 
-# The text
-
-
 def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritten: bool = False) -> CheckResult:
     """Check the text of a configuration; one without kvobs as ``rewrite`` would change it.
 
@@ -329,9 +326,6 @@ def _note_options_that_are_off(result: CheckResult) -> None:
         off["request reports"] = "neither kvobs.report nor kvobs.request_log is set"
     if options.lookup_timeout_ms is None:
         off["lookup timeout"] = "kvobs.lookup_timeout_ms is not set: a connector may answer 'not yet' without limit"
-
-
-# The classes
 
 
 def check_classes(result: CheckResult) -> None:

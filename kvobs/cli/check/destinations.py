@@ -15,8 +15,7 @@ def losses(setup: Setup) -> dict[str, str]:
 
 def metrics_go_to(setup: Setup) -> str:
     """Return where the metrics can be had, as text."""
-    exporter = setup.running
-    if exporter is None:
+    if (exporter := setup.running) is None:
         reason = losses(setup).get("metrics")
         return "/metrics of vLLM's API server" if reason is None else f"nowhere: {reason}"
     by_otlp = ["by OTLP"] if exporter.otlp_metrics else []

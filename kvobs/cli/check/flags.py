@@ -86,9 +86,11 @@ def with_offloading(
     text = f"vLLM makes {name} of it, in the place of any kv_connector of --kv-transfer-config"
     fix = f"use the configuration that --rewrite prints in its place, or start vLLM with {ENABLE_VARIABLE}=1"
     warnings = [] if ENABLE_VARIABLE in environment else [Finding(f"--{SIZE}", text, fix=fix)]
-    return {**config, "kv_connector": name, "kv_role": "kv_both", PATH: extra}, warnings
+    role = {} if config.get("kv_connector") and config.get("kv_role") not in _ROLES else {"kv_role": "kv_both"}
+    return {**config, "kv_connector": name, **role, PATH: extra}, warnings
 
 
+_ROLES = ("kv_producer", "kv_consumer", "kv_both")  # vLLM refuses others before it reads the size
 DEFAULTS = Flags()
 
 

@@ -19,11 +19,13 @@ NETWORK = "network_mode"
 OPTION = "kv-transfer-config"
 HAS_OPTION = re.compile(r"(?:^|[\s\"'=(])--kv[-_](?:transfer[-_]config|offloading[-_]size)\b")
 STARTS_VLLM = re.compile(rf"\bvllm\s+serve\b|\bvllm\.entrypoints\b|\b{re.escape(DYNAMO_VLLM)}\b")
-UNKNOWN = re.compile(r"\$\([^)]*\)?|\$\{[^}]*\}?|\$\w+|`[^`]*`|\{\{.*?\}\}", re.DOTALL)
+UNKNOWN = re.compile(r"\$\([^)]*\)?|\$\{[^}]*\}?|\$\w+|`[^`]*`|\{\{.*?(?:\}\}|$)", re.DOTALL)
 """What a shell or a template replaces."""
 _NUMBER = re.compile(r'("(?:[^"\\]|\\.)*")|(?<![.\w])(\d+(?:\.\d+)?(?=[kmgt])|\d+)([kKmMgGtT])\b')
 _FACTORS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
 _JSON = "it needs double quotes around names and texts, and has no comments and no comma before a closing bracket"
+
+_QUOTED = "the single quotes around it reach vLLM: no shell removes them here"
 
 
 class Source(NamedTuple):
@@ -73,7 +75,8 @@ def read_json(text: str) -> tuple[Any, list[str]]:
         raise ValueError("the configuration is nested too deeply") from None
     except ValueError as error:
         require_known("the configuration", text)
-        raise ValueError(f"the configuration is not valid JSON: {error}; {_JSON}") from None
+        why = _QUOTED if re.fullmatch(r"\s*'.*'\s*", text, re.DOTALL) else _JSON
+        raise ValueError(f"the configuration is not valid JSON: {error}; {why}") from None
 
 
 def require_known(what: str, text: str) -> None:
@@ -122,12 +125,12 @@ def read_words(words: Sequence[str], place: str, environment: Mapping[str, str])
     return source
 
 
-# The lines of a shell
-
 _ELSEWHERE = re.compile(r"\b(?:docker|kubectl|podman|srun|ssh)\b(?!.*--net(?:work)?[ =]host\b)")
 _SEPARATORS = ";&|\n"
 _ASSIGNMENT = re.compile(r"(?:Environment=|--env=)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<![^\s;&|()])#(?:\\\r?\n|[^\n])*""", re.DOTALL)
+_QUOTES = r"""'[^']*'|"(?:\\.|[^"\\])*\""""
+_PARTS = re.compile(rf"({_QUOTES})|\\(?:\r?\n|\Z)|(\\.)|(?<![^\s;&|()])#(?:\\\r?\n|[^\n])*", re.DOTALL)
+_ARRAY = re.compile(rf"""\b(\w+\+?=)\(((?:{_QUOTES}|[^()"'])*)\)""")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*|\{.*\}))?\})", re.DOTALL)
 
 
@@ -151,7 +154,8 @@ def read_script(text: str, place: str, environment: Mapping[str, str]) -> Iterat
 
 def _commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command."""
-    text = re.sub(r"\\\r?\n", " ", _COMMENT.sub(lambda match: match[1] or "", text))
+    text = _PARTS.sub(_part, text)
+    text = _ARRAY.sub(lambda match: f"{match[1]} {match[2]} ".replace("\n", " "), text)
     lexer = shlex.shlex(text.replace("')", "' )"), posix=True, punctuation_chars=_SEPARATORS)  # a subshell's end
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     try:
@@ -162,6 +166,13 @@ def _commands(text: str) -> Iterator[list[str]]:
         if "<<" in text:
             raise NotKnownError("the text has a here-document, which is not known here") from None
         raise ValueError(f"the line has a quote that is not closed: {error}") from None
+
+
+def _part(match: re.Match[str]) -> str:
+    """Return a part of a shell's text as the shell reads it."""
+    if quoted := match[1]:
+        return quoted if quoted[0] == "'" else re.sub(r"\\\r?\n", "", quoted)
+    return match[2] or (" " if match[0][0] == "\\" else "")
 
 
 def substitute(text: str, known: Mapping[str, str]) -> str:

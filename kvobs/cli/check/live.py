@@ -69,9 +69,6 @@ def look(urls: Sequence[str], prometheus: str | None = None) -> LiveResult:
     return result
 
 
-# A server
-
-
 def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
     """Note the facts about a server; return model and engine of each engine there."""
     try:
@@ -132,9 +129,6 @@ def _exemplars(url: str) -> int | None:
     if not content_type.startswith(OPENMETRICS):
         return None
     return sum(line.startswith(PREFIX) and " # {" in line for line in text.splitlines())
-
-
-# Prometheus
 
 
 def _look_at_prometheus(result: LiveResult, prometheus: str, urls: Sequence[str]) -> None:

@@ -119,8 +119,6 @@ def check_memory(whole: Mapping[str, Any], limit: str) -> Iterator[Finding]:
         yield Finding("resources.limits.memory", text, fix="raise the limit, or lower cpu_bytes_to_use")
 
 
-# Connectors' own options
-
 _NUMBERS = {
     "OffloadingConnector": ("cpu_bytes_to_use", "block_size", "blocks_per_chunk", "store_threshold"),
     "SimpleCPUOffloadConnector":

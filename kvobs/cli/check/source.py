@@ -14,12 +14,13 @@ from typing import Any
 import yaml
 
 from kvobs.cli.check import launch
-from kvobs.cli.check.flags import CONTAINER, LAUNCHER, MEMORY, RAY, SIZE
+from kvobs.cli.check.flags import CONTAINER, DYNAMO_VLLM, LAUNCHER, MEMORY, RAY, SIZE
 from kvobs.cli.check.launch import HAS_OPTION, NETWORK, OPTION, STARTS_VLLM, Source
 from kvobs.schema.config import PATH
 from kvobs.vllm_api.versions import MULTIPROCESS
 
 _FIRST_OF_YAML = re.compile(r"""-{3}(\s|$)|-\s|["']?[\w./-]+["']?\s*:(\s|$)|\{\{""")
+_FIRST_OF_SHELL = re.compile(r"\[[\w:]+\]$|\{\s+\w|\[\[?\s+[-!$\w]")  # or of a unit of systemd
 _IS_CONFIG = re.compile(r"""(?ms)^\s*(?:\{.*"kv_connector|kv[-_](?:connector|transfer[-_]config)["']?\s*:)""")
 _KEYS = {"kv_connector", "kv_connector_module_path", "kv_role", PATH}
 """Each makes an object a configuration, which may lack the first."""
@@ -53,7 +54,7 @@ def parse(text: str, place: str = "", environment: Mapping[str, str] = {}) -> li
         raise ValueError("the configuration is empty")
     if _FIRST_OF_YAML.match(first):
         return _read_yaml(text, place, environment)
-    if first[0] not in "{[" or re.fullmatch(r"\[[\w:]+\]", first):  # as a unit of systemd begins
+    if first[0] not in "{[" or _FIRST_OF_SHELL.match(first):
         if sources := list(launch.read_script(text, place, environment)):
             return sources
         if HAS_OPTION.search(text) or STARTS_VLLM.search(text):
@@ -92,6 +93,9 @@ def _read_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[So
         if "{{" in text:
             found = "the file is a template, whose values are not known here: give the output of `helm template`"
             raise launch.NotKnownError(found) from None
+        sources = launch.attempt(place, launch.read_script, text, place, environment)  # a rule of make begins likewise
+        if sources and not any(source.problem for source in sources):
+            return sources
         raise ValueError(f"the configuration is neither JSON nor valid YAML: {' '.join(str(error).split())}") from None
     sources = [source for node in documents for source in _engines(node, place or _name_of(node), environment)]
     if not sources:
@@ -116,6 +120,8 @@ def _engines(node: Any, place: str, environment: Mapping[str, str]) -> Iterator[
         words = [launch.substitute(str(word), {}) for word in node if isinstance(word, str | int | float)]
         if any(map(HAS_OPTION.match, words)):
             yield from launch.attempt(place, launch.read_words, words, place, environment)
+        elif {DYNAMO_VLLM, "--connector"} <= {*words}:
+            yield Source(place=place, unknown="Dynamo makes the configuration of --connector")
         else:
             for i, inner in enumerate(node):
                 yield from _engines(inner, f"{place}[{i}]", environment)
@@ -141,6 +147,9 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
         match node:
             case {"resources": {"limits": {"memory": str(limit)}}}:
                 environment[MEMORY] = limit
+            case {"lmcacheConfig": {"enabled": True}}:
+                found = "the chart makes the configuration of lmcacheConfig: give the output of `helm template`"
+                yield Source(place=place, unknown=found)
         if isinstance(node.get("command"), list) and isinstance(node.get("args"), list):
             node = {**node, "command": None, "args": [*node["command"], *node["args"]]}
         for key, value in node.items():

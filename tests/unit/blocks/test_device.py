@@ -143,9 +143,6 @@ def test_the_host_waits_for_what_is_queued_where_it_must(
     check()
 
 
-# --- mistakes that the stand-in finds, each in the place of the code that does without
-
-
 def bounced(copier: Copier, path: Any, layers: Any, runs: Any) -> None:
     """Copy from memory that is freed while its bytes are on the way."""
     chunks = [copier._device.pinned(layer.src.nbytes).view_as(layer.src).copy_(layer.src) for layer in layers]
@@ -193,8 +190,6 @@ def test_calls_do_not_overlap() -> None:
         assert locked == [True] * 15
         assert not copier._lock.locked()
 
-
-# --- what CUDA is asked for, in which order
 
 GPU = torch.device("cuda", 1)
 

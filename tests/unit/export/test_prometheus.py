@@ -200,8 +200,6 @@ def test_another_versions_numbers_are_refused_counted_and_logged(caplog: pytest.
     assert front.value("kvobs_internal_errors_total", None, where="version") == 2
 
 
-# --- prometheus_client's registry
-
 REAL: Any = {kind: kind for kind in (Counter, Gauge, Histogram)}
 
 

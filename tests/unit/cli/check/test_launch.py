@@ -166,6 +166,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "arguments in a variable": (f"ARGS='--port 1 {K} x'\nvllm serve m $ARGS", 1, ("the vllm line has $ARGS, whose value is not known here",)),
     "number in a variable": (f"vllm serve m --port $PORT -tp ${{TP}} {LINE}", 1, ()),
     "offloading size beside": (f"vllm serve m --kv-offloading-size 4 {K} '{NIXL}'", 1, ("in the place of any", OFF)),
+    "offloading size beside no role": (f"vllm serve m --kv-offloading-size 4 {K} '{{\"kv_connector\": \"NixlConnector\"}}'", 1, ("kv_role", "in the place of any", OFF)),
     "offloading to lmcache": ("vllm serve m --kv-offloading-size 4 --kv-offloading-backend lmcache", 1, ("vLLM makes LMCacheMPConnector", "mq_timeout: is 300 s", "'lmcache'", OFF)),
     "systemd": (f"[Unit]\nDescription=vLLM\n[Service]\nEnvironment=\"KVOBS_ENABLE=1\" A=2\nExecStart=/opt/vllm serve m \\\n " f" {K} '{STOCK}'\nRestart=always\n", 1, ()),
     "log stats": (f"vllm serve m --disable-log-stats {K} '{router(CPU, kvobs=NONE)}'", 1, ("--disable-log-stats: vLLM's stat logging is off",)),
