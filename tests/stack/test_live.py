@@ -35,7 +35,9 @@ HOST_LABELS = {"job", "instance", "model_name", "engine"}
 
 BY_THE_API_SERVER = "this run's numbers go through vLLM's API server; the exporter alone has this metric"
 NO_HANG = "no call of this run hangs, and its engine does not end"
+NO_PEER = "no connector of this run reads from another engine; tests/engine/test_pair.py has one"
 WITHOUT_DATA: dict[str, str] = {
+    **dict.fromkeys(("kvobs_peer_loads_total", "kvobs_peer_load_seconds_total"), NO_PEER),
     **dict.fromkeys((CALL_IN_PROGRESS.name, ENGINE_ENDED.name), NO_HANG),
     **{signal.name: BY_THE_API_SERVER for signal in SIGNALS if signal.scope is Scope.EXPORTER},
     "kvobs_load_decisions_total": "this run's load policy is not fastest",
@@ -53,6 +55,7 @@ EMPTY: dict[str, str] = {
     "kvobs-connector: Engines (B)": NO_HANG,
     "kvobs-connector: Call in progress: age (A)": NO_HANG,
     "kvobs-overview: Hangs (A)": NO_HANG,
+    **{f"kvobs-prefill-decode: Pairs of engines, most failures first ({ref})": NO_PEER for ref in "ABC"},
     **{
         f"kvobs-slow-loads: Spans lost in the collector (spans/s) ({ref})": "this run has no OpenTelemetry collector"
         for ref in "AB"
