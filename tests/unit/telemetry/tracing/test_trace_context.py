@@ -148,8 +148,8 @@ def test_ids_do_not_follow_from_the_seed_that_vllm_sets_in_every_worker() -> Non
 
 
 def test_a_forked_process_makes_other_ids() -> None:
-    script = f"import os; from {trace_context.__name__} import new_span_id; os.fork(); print(new_span_id())"
-    both = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    ids = f"import os; from {trace_context.__name__} import new_span_id; os.fork() and os.wait(); print(new_span_id())"
+    both = subprocess.run([sys.executable, "-c", ids], capture_output=True, text=True, check=True).stdout.split()
     assert len(set(both)) == 2
 
 
