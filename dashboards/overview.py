@@ -74,8 +74,8 @@ def _verdicts() -> list[Panel]:
                 "How many engines are gone: targets that cannot be scraped any more, and engines that have ended.",
                 "'all up' is normal.",
                 "`kvobs top` and the runbook's KvobsEngineEnded say in which call an engine died.",
-                "A pod that was removed is no target any more, and not counted. Ends without the exporter are seen by "
-                "the target only.",
+                "A removed pod is no target, and not counted. Without the exporter an engine's end is seen only as a "
+                "target that is down.",
             ),
             Query(questions.engines_down()),
             unit="short",

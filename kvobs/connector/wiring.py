@@ -87,7 +87,7 @@ def scheduler_side(
     followers += [SlowLoads(names, int(options.slow_load_ms * 1e6)), Quarantines(recorder)]
     followers += [recorders.traces, recorders.reports]
     between_engines = [spec.index for spec in specs if name_among(spec.connector_class, BETWEEN_ENGINES)]
-    followers += [Peers(recorder, between_engines)] if between_engines else []
+    followers += [Peers(recorder, between_engines) if between_engines else None]
     followed = Composed(followers)
     gains = Gains(recorder, followed, *step_limits(vllm_config))
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)

@@ -100,7 +100,7 @@ class OutputView:
                 else:
                     child.update_connector_output(output)
                     if output.finished_recving or output.finished_sending or failed_loads(output):
-                        received, sent = self._take_changes(child, output, Shown(*(set[str]() for _ in Shown._fields)))
+                        received, sent = self._take_changes(child, output, Shown(set(), set(), set(), set(), set()))
                 if (left := output.kv_connector_stats) is not part:
                     stats = self._stats.replaced(stats, child.index, left)
         finally:

@@ -70,6 +70,9 @@ def require_numbers(options: Mapping[str, Any]) -> None:
             raise ValueError(f"--{name} {value}, beside the configuration, is not a whole number")
 
 
+_ROLES = ("kv_producer", "kv_consumer", "kv_both")  # vLLM refuses others before it reads the size
+
+
 def with_offloading(
     config: Mapping[str, Any], options: Mapping[str, Any], environment: Mapping[str, str]
 ) -> tuple[Mapping[str, Any], list[Finding]]:
@@ -90,7 +93,6 @@ def with_offloading(
     return {**config, "kv_connector": name, **role, PATH: extra}, warnings
 
 
-_ROLES = ("kv_producer", "kv_consumer", "kv_both")  # vLLM refuses others before it reads the size
 DEFAULTS = Flags()
 
 

@@ -205,7 +205,7 @@ def class_path(connector_class: type) -> str:
 
 def _rebuild_child(name: str, path: str | None, data: dict[str, Any]) -> KVConnectorStats | None:
     """Return the stats object that the child's class builds; None if it has none, as in vLLM's class."""
-    if (connector_class := _class_at(path) if path else None) is not None:
+    if path and (connector_class := _class_at(path)) is not None:
         try:
             stats = connector_class.build_kv_connector_stats(data=data)
             if stats is None or isinstance(stats, KVConnectorStats):

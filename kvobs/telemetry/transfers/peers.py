@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import Any
 
 from kvobs.probe.recorder import Recorder
@@ -52,8 +52,7 @@ class Peers(Observer):
 def peer_of(params: Any) -> str | None:
     """Return the host, with its port, of the engine that ``kv_transfer_params`` say to read from; else its id."""
     remote = remote_of(params)
-    host = remote.get(spans.REMOTE_HOST)
-    if host is None:
+    if (host := remote.get(spans.REMOTE_HOST)) is None:
         return remote.get(spans.REMOTE_ENGINE)
-    port = params.get("remote_port") if isinstance(params, Mapping) else None
+    port = params.get("remote_port")
     return f"{host}:{port}" if isinstance(port, int) else host
