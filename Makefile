@@ -187,7 +187,7 @@ $(PROMETHEUS3)/usr/bin/prometheus:
 		|| { echo "Debian has no newer Prometheus here: unpack one, so that there is a $@"; false; }
 
 test-prometheus: $(INSTALLED) promtool $(PROMETHEUS3)/usr/bin/prometheus ## Run the tests of rules, boards and `kvobs check` with Prometheus 3, beside `make test` with Debian's 2
-	PATH="$(CURDIR)/$(PROMETHEUS3)/usr/bin:$$PATH" $(BIN)/python -m pytest $(SHARED) tests/unit/dashboards tests/unit/cli tests/unit/test_docs_samples.py $(TESTS)
+	PATH="$(CURDIR)/$(PROMETHEUS3)/usr/bin:$$PATH" $(BIN)/python -m pytest $(SHARED) tests/unit/dashboards tests/unit/cli/check/test_live.py tests/unit/cli/test_dashboards.py tests/unit/test_docs_samples.py $(TESTS)
 
 clean: ## Remove what make made
 	rm -rf .venv .pythons .hosts build dist mutants kvobs/probe/*.so

@@ -1,7 +1,6 @@
 """A real Prometheus or VictoriaMetrics for a test: it scrapes what its configuration says, and answers queries."""
 
 import json
-import shutil
 import subprocess
 import urllib.parse
 import urllib.request
@@ -12,11 +11,12 @@ from typing import Any
 
 from kvobs.demo.server import HOST, claim_port
 from tests.engine.serving import eventually
+from tests.support.promtool import found
 
 
 def major() -> int:
     """Return the major version of the Prometheus that runs in tests, whose word is "prometheus, version 3.5.3"."""
-    said = subprocess.run([_found("prometheus"), "--version"], capture_output=True, text=True, check=True)
+    said = subprocess.run([found("prometheus"), "--version"], capture_output=True, text=True, check=True)
     return int((said.stdout or said.stderr).split()[2].partition(".")[0])
 
 
@@ -84,16 +84,10 @@ def _running(folder: Path, program: str, *flags: str) -> Iterator[Path]:
     """Run a program, and return its log."""
     log = folder / f"{program}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen([_found(program), *flags], stdout=output, stderr=output)
+        process = subprocess.Popen([found(program), *flags], stdout=output, stderr=output)
         try:
             yield log
             assert process.poll() is None, log.read_text()
         finally:
             process.terminate()
             process.wait(20)
-
-
-def _found(program: str) -> str:
-    path = shutil.which(program)
-    assert path, f"{program} is missing: run `make promtool`, or install it (Debian: prometheus, victoria-metrics)"
-    return path

@@ -10,12 +10,17 @@ from typing import Any
 HOST = ',job="j",instance="i",model_name="m",engine="0"'
 
 
+def found(program: str) -> str:
+    """Return the path of a program of Prometheus or VictoriaMetrics."""
+    path = shutil.which(program)
+    assert path, f"{program} is missing: run `make promtool`, or install it (Debian: prometheus, victoria-metrics)"
+    return path
+
+
 def promtool(*arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run it; return what came of it."""
-    tool = shutil.which("promtool")
-    assert tool, "promtool is missing: install it (Debian's package is called prometheus), or run `make promtool`"
     return subprocess.run(
-        [tool, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False, **more
+        [found("promtool"), *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False, **more
     )
 
 

@@ -15,7 +15,7 @@ PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h"
 
 
 class Observed:
-    """The observer on a recorder, with what it has counted."""
+    """Sends events to the observer, as the router does, and reads the recorder's counts."""
 
     def __init__(self) -> None:
         self._recorder = Recorder(2)
