@@ -147,8 +147,8 @@ def quantity(values: Sequence[float], unit: str) -> str:
 
 
 def number(value: float) -> str:
-    """Write a number with three digits that count, and never as a power of ten."""
+    """Write a number with three digits that count, ratios just above 1 with four, and never as a power of ten."""
     if value == 0:
         return "0"
-    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    decimals = 3 if 1 <= value < 1.1 else max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"
