@@ -15,8 +15,7 @@ def gains() -> Section:
         "Gain: time that loads save, time that requests wait for them",
         [
             (8, [(4, net_gain()), (10, _net()), (10, _saved())]),
-            (8, [(8, _slower()), (8, _lost()), (8, _tiers())]),
-            (8, [(12, _decisions()), (12, _error())]),
+            (8, [(6, _slower()), (6, _lost()), (6, _tiers()), (6, _error())]),
         ],
         collapsed=True,
     )
@@ -93,7 +92,7 @@ def _lost() -> Panel:
         About(
             f"Tokens per second that connectors offered and none loaded: {reasons}.",
             "other_chosen: a connector with fewer tokens was. not_allocated, aborted: requests ended before.",
-            "not_allocated: the KV cache is full, or clients give up. declined: see load_policy fastest, and isolate.",
+            "not_allocated: the KV cache is full, or clients give up. declined: see isolate.",
             "vLLM itself leaves a prompt's last token to be computed: a little not_taken is normal.",
         ),
         Query(
@@ -118,21 +117,6 @@ def _tiers() -> Panel:
         Query(SELECTION.rate(signals.HIT_TOKENS, "connector", "source"), "{{connector}} {{source}}"),
         unit="short",
         stacked=True,
-    )
-
-
-def _decisions() -> Panel:
-    reasons = " or ".join(signals.LOAD_DECISIONS.labels["reason"])
-    return lines(
-        "Decisions by reason (requests/s)",
-        About(
-            f"With load_policy fastest: requests per second, by the connector that loads and why: {reasons}.",
-            "computing_is_faster: none loads; counted for the one that would have. explored: tried again.",
-            "Only explored, and never predicted_fastest: another connector, or computing, is always quicker.",
-            "No data with the other policies. The span kv.lookup has the predictions.",
-        ),
-        Query(SELECTION.rate(signals.LOAD_DECISIONS, "connector", "reason"), "{{connector}} {{reason}}"),
-        unit="reqps",
     )
 
 

@@ -20,12 +20,12 @@ from kvobs.log import log
 from kvobs.probe.layer_calls import ARGUMENTS, Stalls
 from kvobs.probe.native import choice
 from kvobs.probe.pure import Call
-from kvobs.routing import policies
 from kvobs.routing.audience import Audience
 from kvobs.routing.completions import Completions, OutputView
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers, OpenLookups
 from kvobs.routing.metadata import NextOrders
+from kvobs.routing.policies import POLICIES
 from kvobs.routing.scheduler import EngineFacts, SchedulerSide
 from kvobs.routing.sync_load_warnings import SyncLoadWarnings
 from kvobs.routing.visibility import Visibility
@@ -93,12 +93,11 @@ def scheduler_side(
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
     reuse = PromptReuse(recorder, followed, *prompt_sizes)
     open_transfers = OpenTransfers(names, ledger, waited_for, recorder, reporting, options.stuck_after_s)
-    policy = policies.policy_of(options, children, lambda: gains.cost)
     unsafe = unsafe_loads(specs, validated.conditions, validated.policy)
-    more = [policy if isinstance(policy, Observer) else None, SyncLoadWarnings(unsafe) if unsafe else None]
+    warnings = SyncLoadWarnings(unsafe) if unsafe else None
     share = options.verify.share
     sample = BlockSample(share, layout, prompt_sizes[0]) if share is not None else None
-    observer = Composed([*followers, reuse, gains, open_transfers, *more, sample])
+    observer = Composed([*followers, reuse, gains, open_transfers, warnings, sample])
     feed = feed_of(vllm_config, specs, options, tracing)
     collector = _collector(children, recorders, feed)
     telemetry = SchedulerTelemetry(recorders, collector, gains, open_transfers, feed=feed, sample=sample)
@@ -110,7 +109,7 @@ def scheduler_side(
         children,
         options,
         observer,
-        policy,
+        POLICIES[options.load_policy],
         visibility,
         waited_for=waited_for,
         # Without isolated connectors a lookup costs less.

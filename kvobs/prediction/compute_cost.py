@@ -19,13 +19,8 @@ _SKIPPED = 8  # first steps, in which kernels are compiled, graphs captured and 
 _BLEND = 1 / 16  # weight of the last step in running means
 _ENOUGH = 4  # a prefill is predicted up to this multiple of the largest one that was observed
 
-Work: TypeAlias = tuple[int, int, int, int, int]
-"""The work of a step: the arguments of ``ComputeCost.observe`` from ``tokens`` to ``prefills``."""
-
-
-def to_compute(all_tokens: int, known: int) -> int:
-    """Return how many of a prompt's tokens are computed if ``known`` of them are loaded: at least the last one."""
-    return max(1, all_tokens - known)
+Work: TypeAlias = tuple[int, int, int, int]
+"""The work of a step: the arguments of ``ComputeCost.observe`` after the seconds."""
 
 
 @dataclass(slots=True)
@@ -55,7 +50,7 @@ class ComputeCost:
 
     __slots__ = (
         *("_budget", "_context", "_decode", "_decodes", "_prefill", "_steps"),
-        *("crowding", "decode_errors", "prefill_errors"),
+        *("decode_errors", "prefill_errors"),
     )
 
     def __init__(self, budget: int) -> None:
@@ -64,14 +59,11 @@ class ComputeCost:
         self._prefill = LinearCost((1e-4, 1e-7, 1e-5), has_floor=True)
         self._steps = 0
         self._decodes = self._context = 0.0  # running means: tokens of decodes, and their context
-        self.crowding = 1.0  # running mean of a prefill's duration among others, in multiples of that alone
         self.decode_errors = Errors()  # of steps that only decode
         self.prefill_errors = Errors()
 
-    def observe(
-        self, seconds: float, tokens: int, pairs: int, decodes: int, context: int, *, prefills: int = 1
-    ) -> None:
-        """Take in a step, in which so many requests prefill.
+    def observe(self, seconds: float, tokens: int, pairs: int, decodes: int, context: int) -> None:
+        """Take in a step.
 
         It has ``tokens`` of prefills, which attend to ``pairs`` tokens in total, and ``decodes`` tokens of decodes,
         which attend to ``context`` tokens in total, counted once for each request.
@@ -88,9 +80,6 @@ class ComputeCost:
             if prefill.is_ready:
                 self.prefill_errors.note(base + prefill.expect(tokens, pairs), seconds)
             prefill.learn(tokens, pairs, seconds, base)
-            # Each prefill waits for the whole step; alone it would wait for the base and its own part.
-            times = prefills * seconds / ((prefills - 1) * min(base, seconds) + seconds)
-            self.crowding += min(1.0, prefills * _BLEND) * (times - self.crowding)
         else:
             if decode.is_ready:
                 self.decode_errors.note(base, seconds)

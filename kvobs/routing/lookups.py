@@ -138,9 +138,9 @@ class Offers:
             return None
         self._waiting.pop(request_id, None)
         offers, usable = self._weighed(request_id, asked, answers)
-        best, decision = self._policy.choose(request, num_computed_tokens, usable) if usable else (NOTHING, None)
+        best = self._policy(usable) if usable else NOTHING
         left_open = [child for child, answer in enumerate(answers) if answer is _LEFT_OPEN]
-        asked.last = LookupResult(offers, num_computed_tokens, decision, left_open, best.child)
+        asked.last = LookupResult(offers, num_computed_tokens, left_open, best.child)
         return best
 
     def _weighed(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> tuple[list[Offer], list[Offer]]:
@@ -230,7 +230,7 @@ class Offers:
             return NO_RESULT
         result, asked.last = asked.last, LookupResult(local=asked.last.local)
         if not asked.is_read:
-            return result._replace(offers=(), decision=None, is_read=False)
+            return result._replace(offers=(), is_read=False)
         if not asked.had_offers and any(offer.tokens for offer in result.offers):
             asked.had_offers = True
             return result._replace(is_first=True)

@@ -120,10 +120,10 @@ class Options(_Strict):
     names: tuple[StrictStr, ...] = Field(
         default=(), description="names the connectors, in the order of `connectors`; default: their `kv_connector`"
     )
-    load_policy: Literal["first", "longest", "fastest"] = Field(
+    load_policy: Literal["first", "longest"] = Field(
         default="first",
         description="chooses the connector that loads a request: `first`, the first with a hit; `longest`, the one "
-        "with the longest hit; `fastest`, the one with the shortest predicted time, or none if computing is quicker",
+        "with the longest hit",
     )
     min_tokens: Mapping[StrictStr, Tokens] = Field(
         default={},

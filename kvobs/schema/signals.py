@@ -92,11 +92,6 @@ UNUSED_HIT_TOKENS = Signal(
 UNUSED_OFFERS = Signal(
     "kvobs_unused_offers_total", "Requests for which the connector offered tokens and was not chosen."
 )
-LOAD_DECISIONS = Signal(
-    "kvobs_load_decisions_total",
-    "Decisions of load_policy fastest, by the connector that loads, or would have loaded if computing were slower.",
-    {"reason": ("predicted_fastest", "explored", "unknown", "computing_is_faster", "handed_over")},
-)
 LOADS = Signal(
     "kvobs_loads_total",
     "Finished loads, by mode and outcome; a preempted request may load again.",

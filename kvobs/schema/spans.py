@@ -66,14 +66,6 @@ SAVED = _attribute(
 WAITED = _attribute(
     "kv_transfer.waited", "seconds that the request waited: to the step that resumes it, or in the step of a sync load"
 )
-DECISION = _attribute("kv_transfer.decision", "reason of kvobs_load_decisions_total; with load_policy fastest")
-PREDICTED = _attribute(
-    "kv_transfer.predicted",
-    "predicted seconds until the request resumes: one attribute per connector, with its name after a dot",
-)
-PREDICTED_COMPUTING = _attribute(
-    "kv_transfer.predicted_computing", "predicted seconds until the request resumes without a load"
-)
 LAYER = _attribute("kv_transfer.layer", "index of the layer, in the order of calls in the step")
 LAYERS = _attribute("kv_transfer.layers", "number of layers called")
 LAYERS_DURATION = _attribute("kv_transfer.layers_duration", "total seconds of the calls of all layers")

@@ -21,7 +21,6 @@ from tests.bench import (
     growth,
     payload,
     picture,
-    policies,
     reuse,
     steps,
     tracing,
@@ -47,17 +46,14 @@ def main() -> int:
         "endtoend": lambda: endtoend.measure(options.rounds or endtoend.ROUNDS, progress.print),
         "exporter": lambda: exporter.measure(options.rounds or exporter.ROUNDS, progress.print),
     }
-    # These are about what loads gain, not about what kvobs costs, and write tables of their own.
+    # Is about what loads gain, not about what kvobs costs, and writes a table elsewhere.
     on_request: dict[str, Callable[[], Part]] = {
         "gain": lambda: gain.measure(options.rounds or gain.ROUNDS, progress.print),
-        "policies": lambda: policies.measure(options.rounds or policies.ROUNDS, progress.print),
     }
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure what kvobs costs.")
     about = f"{', '.join(measures)}, which all run without any; {', '.join(on_request)}"
     parser.add_argument("parts", nargs="*", metavar="PART", help=about)
-    usual = ", ".join(
-        f"{part.ROUNDS} of {part.__name__.rpartition('.')[2]}" for part in (gain, endtoend, policies, exporter)
-    )
+    usual = ", ".join(f"{part.ROUNDS} of {part.__name__.rpartition('.')[2]}" for part in (gain, endtoend, exporter))
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds of the parts on real engines ({usual})")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(measures | on_request):

@@ -229,19 +229,11 @@ JOINT_FAULTS = (
         f"{UNIT}/routing/test_lookups.py",
     ),
     JointFault(
-        "the second allocation of a load settles its decision and open lookups again",
+        "the second allocation of a load settles its open lookups again",
         f"{ROUTING}/lookups.py",
         "asked.last, LookupResult(local=asked.last.local)",
         "asked.last, asked.last._replace(offers=())",
         f"{UNIT}/routing/test_lookups.py",
-    ),
-    JointFault(
-        "a load that another one has overtaken still delays the prediction",
-        f"{ROUTING}/policies.py",
-        "        for other in [other for other, (_, since) in begun.items() if since <= load.opened_ns]:\n"
-        "            del begun[other]\n",
-        "        begun.pop(request_id, None)\n",
-        f"{UNIT}/routing/test_policies.py",
     ),
     # the aggregator and the ledger
     JointFault(

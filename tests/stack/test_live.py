@@ -40,7 +40,6 @@ WITHOUT_DATA: dict[str, str] = {
     **dict.fromkeys(("kvobs_peer_loads_total", "kvobs_peer_load_seconds_total"), NO_PEER),
     **dict.fromkeys((CALL_IN_PROGRESS.name, ENGINE_ENDED.name), NO_HANG),
     **{signal.name: BY_THE_API_SERVER for signal in SIGNALS if signal.scope is Scope.EXPORTER},
-    "kvobs_load_decisions_total": "this run's load policy is not fastest",
     "kvobs_kv_events_total": "no connector of this run has KV events",
     "kvobs_request_log_dropped_total": "this run has no request log",
     "kvobs_corrupt_blocks_total": "no load of this run has wrong bytes",
@@ -60,7 +59,6 @@ EMPTY: dict[str, str] = {
         f"kvobs-slow-loads: Spans lost in the collector (spans/s) ({ref})": "this run has no OpenTelemetry collector"
         for ref in "AB"
     },
-    "kvobs-connector: Decisions by reason (requests/s) (A)": WITHOUT_DATA["kvobs_load_decisions_total"],
     "kvobs-connector: KV events (events/s) (A)": WITHOUT_DATA["kvobs_kv_events_total"],
     "kvobs-connector: Dropped spans and log lines, malformed contexts (B)": WITHOUT_DATA[
         "kvobs_request_log_dropped_total"

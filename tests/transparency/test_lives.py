@@ -52,8 +52,7 @@ def test_most_lives_are_compared_to_their_end(findings: Findings) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"load_policy": "longest", "tracing": {"level": "calls"}},
-        {"load_policy": "fastest", "report": True},
+        {"load_policy": "longest", "report": True, "tracing": {"level": "calls"}},
         {"wait_for": "earlier", "tracing": {"level": "requests"}},
     ],
     ids=str,

@@ -38,7 +38,7 @@ AT_START = {
 IN_ENGINE = {"telemetry.collector:divert", *(f"export.feed:Feed.{name}" for name in ("_add", "_run", "_say_goodbye"))}
 """Seams that are passed in EngineCore with the exporter only; those of its own process can't reach an engine."""
 OPTIONS: dict[str, Any] = {
-    "report": True, "load_policy": "fastest", "level": "calls", "tracing": {"propagate": True}, "slow_call_ms": 1e-6,
+    "report": True, "load_policy": "longest", "level": "calls", "tracing": {"propagate": True}, "slow_call_ms": 1e-6,
     "stuck_after_s": 0.5, "verify": {"share": 1.0, "fail": True},
 }  # fmt: skip
 

@@ -59,31 +59,6 @@ def test_an_async_load_is_a_span_with_one_for_each_rank(monkeypatch: pytest.Monk
         assert span.status.status_code is StatusCode.UNSET
 
 
-def test_why_a_connector_loads_is_on_the_lookup(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    engine = Traced(monkeypatch, a, b, load_policy="fastest")
-    engine.token_s = 0.0025  # on each of two ranks
-    for i in range(40):
-        engine.rig.add(f"cold{i}", tokens=20 + 7 * i % 90, max_tokens=1)
-        engine.step()
-    a.offers["r"] = a.offers["q"] = KV
-    for request in ("r", "q"):
-        load(engine, request, trace_headers=SAMPLED)
-    first, second = [attributes(span) for span in engine.spans("kv.lookup") if ids(span)[0] == CLIENT_TRACE]
-    computing = {"predicted_computing": pytest.approx((4 * BLOCK + 1) * 0.005, rel=0.05)}
-    known = {k: v for k, v in first.items() if "predicted" in k or k == "decision"}
-    assert known == {"decision": "unknown", **computing}
-    assert {k: v for k, v in second.items() if "predicted" in k or k == "decision"} == {
-        "decision": "computing_is_faster",
-        "predicted.one": pytest.approx(3 * STEP_S + 33 * 0.005, rel=0.1),
-        **computing,
-    }
-    assert (first["outcome"], second["outcome"]) == ("hit", "miss")
-    decided = {key: n for key, n in engine.series("kvobs_load_decisions_total").items() if n}
-    assert decided == {("one", "unknown"): 1, ("one", "computing_is_faster"): 1}
-    lost = {key: n for key, n in engine.series("kvobs_unused_hit_tokens_total").items() if n}
-    assert lost == {("one", "declined"): 2 * BLOCK}
-
-
 @pytest.mark.parametrize("offset_s", [-600, -0.05, 0.05, 600])
 def test_no_clock_of_a_rank_changes_a_number(offset_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an asynchronous load and a promised save; only where the spans of that rank begin."""

@@ -16,7 +16,6 @@ from kvobs.cli.check.flags import DEFAULTS, DYNAMO_VLLM, NIXL_PORT, RAY, Flags
 from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of
 from kvobs.connectors import validation
 from kvobs.connectors.known import PD_ROUTER, ROUTER
-from kvobs.connectors.specs import HAND_OFF
 from kvobs.connectors.sync_loads import SAFE, Conditions
 from kvobs.export.destinations import Setup, findings
 from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere, listen
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from kvobs.cli.check.classes import Facts
 
 _ENDPOINT = re.compile(r"[a-z][a-z0-9+.-]*:/{0,3}[^/\s]+.*|[^/\s]+:\d+/?", re.IGNORECASE)
-_HAND_OFF = {*HAND_OFF, "NixlPullConnector", "NixlPushConnector"}
 _PLUGINS = "VLLM_PLUGINS"
 _CONSOLIDATOR = "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR"
 _OF_DYNAMO = re.compile(r"DYN_(?!KVBM_)")  # KVBM's are read under `vllm serve` too
@@ -281,10 +279,8 @@ def _check_effects(result: CheckResult, flags: Flags) -> None:
     options, place = result.options, f"{PATH}.kvobs"
     connectors = [connector.kv_connector for connector in result.connectors]
     is_single, slow = len(connectors) == 1, "isolate_slow_ms" in options.model_fields_set
-    is_handed_over = options.load_policy == "fastest" and _HAND_OFF.issuperset(connectors)
     useless = [
         ("load_policy", options.load_policy == "longest" and is_single, "it compares connectors, and there is one"),
-        ("load_policy", is_handed_over, "KV that another engine hands over is not compared"),
         ("wait_for", options.wait_for == "earlier" and is_single, "there is one connector"),
         ("isolate_slow_ms", slow and not options.isolate, "isolate is empty"),
         ("tracing.propagate", options.tracing.propagate and "tracing" in result.off, "nothing is traced"),

@@ -106,7 +106,6 @@ def _connectors(connectors: Sequence[ConnectorResult]) -> Table:
 _LOADS_FROM = {
     "first": "the first connector with a hit",
     "longest": "the connector with the longest hit",
-    "fastest": "the connector that is predicted to be the fastest, or none",
 }
 
 

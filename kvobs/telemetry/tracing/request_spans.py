@@ -85,7 +85,6 @@ class RequestSpans:
     def __init__(self, names: Sequence[str], journal: Journal, tracing: TracingSettings) -> None:
         self._names = names
         self._offered = [f"{spans.OFFERED}.{name}" for name in names]
-        self._predicted = [f"{spans.PREDICTED}.{name}" for name in names]
         self._journal = journal
         self._tracing = tracing
 
@@ -111,11 +110,6 @@ class RequestSpans:
         attributes[spans.PROMPT_TOKENS] = trace.prompt_tokens
         if outcome in {"hit", "miss"} and trace.prompt_tokens:
             attributes[spans.HIT_RATE] = min(1.0, (lookup.local + tokens) / trace.prompt_tokens)
-        if (decision := lookup.decision) is not None:
-            attributes[spans.DECISION] = decision.reason
-            attributes |= {self._predicted[child]: seconds for child, seconds in decision.predicted.items()}
-            if decision.computing_s is not None:
-                attributes[spans.PREDICTED_COMPUTING] = decision.computing_s
         if owner is not None:
             attributes |= {spans.CONNECTOR: self._names[owner], spans.TOKENS: tokens}
         self._journal.add([opened.record(spans.LOOKUP, trace.began_ns, trace.ended_ns, reason, attributes)])

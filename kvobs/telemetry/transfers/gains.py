@@ -69,12 +69,6 @@ class Gains(Observer):
         except Exception:
             contain("record")
 
-    @property
-    def cost(self) -> ComputeCost:
-        """The cost of computing, learned from all finished steps."""
-        self._learn()
-        return self._cost
-
     def _learn(self) -> None:
         """Learn from many steps at once: one in each step costs four times as much, since its code is cold by then."""
         ended, self._ended = self._ended, []
@@ -82,7 +76,7 @@ class Gains(Observer):
         every = len(ended) // _DECODES + 1
         for number, (spent_ns, work) in enumerate(ended):
             if work[0] or not number % every:
-                self._cost.observe(spent_ns / 1e9, *work[:4], prefills=work[4])
+                self._cost.observe(spent_ns / 1e9, *work)
 
     @contained("record")
     def flush(self, *, goes_on: bool = False) -> None:
@@ -123,7 +117,8 @@ class Gains(Observer):
         lost = load.recomputed_tokens if load.failed else 0
         if lost >= load.tokens:
             return 0
-        saved_s = self.cost.saved(load.tokens - lost, load.local_tokens, load.rest_tokens + lost)
+        self._learn()
+        saved_s = self._cost.saved(load.tokens - lost, load.local_tokens, load.rest_tokens + lost)
         return None if saved_s is None else int(saved_s * 1e9)
 
 
@@ -139,9 +134,8 @@ def work_of(output: SchedulerOutput) -> Work | None:
         return None
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     if not output.scheduled_new_reqs and total == len(cached.num_output_tokens):  # as most steps
-        return 0, 0, total, sum(cached.num_computed_tokens), 0
+        return 0, 0, total, sum(cached.num_computed_tokens)
     tokens = pairs = 0
-    prefills = len(output.scheduled_new_reqs)
     for new in output.scheduled_new_reqs:
         n = scheduled[new.req_id]
         tokens += n
@@ -151,13 +145,12 @@ def work_of(output: SchedulerOutput) -> Work | None:
     for _ in range(0 if all(outputs) else outputs.count(0)):
         at = outputs.index(0, at + 1)
         n = scheduled[cached.req_ids[at]]
-        prefills += 1
         tokens += n
         pairs += _pairs(n, before[at])
         context -= before[at]
         decoding -= 1
     decodes = total - tokens
-    return None if decodes > _TOKENS_PER_DECODE * decoding else (tokens, pairs, decodes, context, prefills)
+    return None if decodes > _TOKENS_PER_DECODE * decoding else (tokens, pairs, decodes, context)
 
 
 def _pairs(tokens: int, before: int) -> int:

@@ -7,12 +7,10 @@ from itertools import product
 from kvobs.log import line, log, once
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.state.events import ObservedRequest, Observer
-from kvobs.state.offers import LookupResult
+from kvobs.state.events import Observer
 from kvobs.state.transfers import Gain, Load, Save, Slowest, Stray
 
 _LOADS = {labels: signals.slot(signals.LOADS, *labels) for labels in product(*signals.LOADS.labels.values())}
-_DECISIONS = {why: signals.slot(signals.LOAD_DECISIONS, why) for why in signals.LOAD_DECISIONS.labels["reason"]}
 _LOAD_TOKENS = signals.slot(signals.LOAD_TOKENS)
 _LOAD_BYTES = signals.slot(signals.LOAD_BYTES)
 _RECOMPUTED = signals.slot(signals.RECOMPUTED_TOKENS)
@@ -30,10 +28,6 @@ class Outcomes(Observer):
     def __init__(self, names: Sequence[str], recorder: Recorder) -> None:
         self._names = names
         self._recorder = recorder
-
-    def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
-        if (decision := lookup.decision) is not None:
-            self._recorder.count(decision.about, _DECISIONS[decision.reason])
 
     def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
         """Record that a request ended while its load was open; the load's later end is not counted.

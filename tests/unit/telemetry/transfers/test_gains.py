@@ -37,7 +37,7 @@ class Engine(Observer):
 
     def step(self, tokens: int, context: int = 0, *, loads: bool = False, more_ns: int = 0) -> None:
         self.now_ns += 7 * MS
-        work: Any = (tokens, tokens * context + tokens * (tokens + 1) // 2, 0, 0, 1)
+        work: Any = (tokens, tokens * context + tokens * (tokens + 1) // 2, 0, 0)
         self.gains.step_begun(work, self.now_ns, loads=loads)
         self.now_ns += STEP_NS + tokens * TOKEN_NS + more_ns
         self.gains.step_ended()
@@ -115,10 +115,10 @@ def test_before_there_is_an_estimate_only_the_wait_is_known(monkeypatch: pytest.
 
 
 def test_nothing_is_learned_from_steps_that_load(engine: Engine) -> None:
-    before = engine.gains.cost.saved(1000, 0, 1)
+    before = engine.gains._cost.saved(1000, 0, 1)
     for _ in range(100):
         engine.step(1000, loads=True, more_ns=500 * MS)
-    assert engine.gains.cost.saved(1000, 0, 1) == before
+    assert engine.gains._cost.saved(1000, 0, 1) == before
 
 
 def test_tokens_after_a_load_are_computed_either_way(engine: Engine) -> None:
@@ -165,19 +165,18 @@ class Planned:
         patch.setattr(gains, "work_of", self.read)
 
     def read(self, output: Any) -> Work | None:
-        tokens = pairs = decodes = context = prefills = 0
+        tokens = pairs = decodes = context = 0
         for request_id, n in output.num_scheduled_tokens.items():
             request = self.rig.scheduler.requests[request_id]
             before = request.num_computed_tokens
             if before < request.num_prompt_tokens:
-                prefills += 1
                 tokens += n
                 pairs += sum(range(before + 1, before + n + 1))
             else:
                 decodes += n
                 context += before
         found = work_of(output)
-        self.steps.append((found, (tokens, pairs, decodes, context, prefills)))
+        self.steps.append((found, (tokens, pairs, decodes, context)))
         return found
 
 
@@ -197,7 +196,7 @@ def test_prefills_chunks_and_decodes(monkeypatch: pytest.MonkeyPatch, a: Script,
     working = [(found, truth) for found, truth in planned.steps if any(truth)]
     assert len(working) > 6
     assert all(found == truth for found, truth in working)
-    sizes = {(tokens, decodes) for _, (tokens, _pairs, decodes, _context, _prefills) in working}
+    sizes = {(tokens, decodes) for _, (tokens, _pairs, decodes, _context) in working}
     assert any(tokens and decodes for tokens, decodes in sizes), "mixed"
     assert any(tokens == 100 - decodes for tokens, decodes in sizes), "chunked"
     assert any(not tokens for tokens, _ in sizes), "decodes alone"
