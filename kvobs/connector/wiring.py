@@ -96,7 +96,7 @@ def scheduler_side(
     unsafe = unsafe_loads(specs, validated.conditions, validated.policy)
     warnings = SyncLoadWarnings(unsafe) if unsafe else None
     share = options.verify.share
-    sample = BlockSample(share, layout, prompt_sizes[0]) if share is not None else None
+    sample = BlockSample(share, layout, prompt_sizes[0], reporting) if share is not None else None
     observer = Composed([*followers, reuse, gains, open_transfers, warnings, sample])
     feed = feed_of(vllm_config, specs, options, tracing)
     collector = _collector(children, recorders, feed)
@@ -183,9 +183,18 @@ def _verifier(
     layers = vllm_config.compilation_config.static_forward_context
     hidden = vllm_config.model_config.get_total_num_hidden_layers()
     cache = Layers(groups_of(kv_cache_config), layers, kv_cache_config.num_blocks, hidden)
-    fingerprints = Fingerprints(cache, reads_all=share >= 1, cache_dtype=vllm_config.cache_config.cache_dtype)
-    refuses = configuration.options.verify.fail
-    return Verifier(configuration.names, rank_of(vllm_config), recorders.recorder, fingerprints, refuses=refuses)
+    parallel = vllm_config.parallel_config
+    shares = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.decode_context_parallel_size
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    fingerprints = Fingerprints(cache, reads_all=share >= 1, cache_dtype=cache_dtype, parallel=shares)
+    return Verifier(
+        configuration.names,
+        rank_of(vllm_config),
+        recorders.recorder,
+        fingerprints,
+        refuses=configuration.options.verify.fail,
+        hands_over=any(name_among(spec.connector_class, BETWEEN_ENGINES) for spec in validated.specs),
+    )
 
 
 def _paths(children: Sequence[Child]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from kvobs.telemetry.recorders import Recorders
 from kvobs.telemetry.tracing.trace_context import TraceContext
 from kvobs.telemetry.transfers.gains import Gains
 from kvobs.telemetry.transfers.open_transfers import OpenTransfers
-from kvobs.telemetry.verify.sample import BlockSample, VerifyOrders, WrongBlocks
+from kvobs.telemetry.verify.sample import BlockSample, NotedBlock, VerifyOrders, WrongBlocks
 from kvobs.telemetry.verify.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -91,7 +91,13 @@ class SchedulerTelemetry(Annotator):
             params = traces.into_params(request.request_id, params) or params
         if reports is not None:
             params = reports.finished(request, params) or params
+        if self._sample is not None:
+            params = self._handed_over(self._sample, request, params) or params
         return params
+
+    @contained("verify")
+    def _handed_over(self, sample: BlockSample, request: ObservedRequest, params: Params | None) -> Params | None:
+        return sample.into_params(request, params)
 
     def received(self, stats: KVConnectorStats | None) -> None:
         """Receive the workers' stats of a step; they may have decided to send numbers."""
@@ -159,7 +165,7 @@ class WorkerTelemetry(WorkerObserver):
     def refused(self, child: int, requests: Collection[str]) -> set[str]:
         return (self._verifier.refused(child, requests) if self._verifier is not None else None) or set()
 
-    def take_notes(self) -> list[WrongBlocks]:
+    def take_notes(self) -> list[WrongBlocks | NotedBlock]:
         return self._verifier.take_notes() if self._verifier is not None else []
 
     @contained("trace")

@@ -12,7 +12,7 @@ from kvobs.state.events import ObservedRequest, Observer, Params
 from kvobs.state.offers import LookupResult
 from kvobs.state.request_report import RequestReport
 from kvobs.state.transfers import Gain, Load, Save
-from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, KEY, REPORT
+from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, KEY, REPORT, into_params
 from kvobs.telemetry.verify.sample import WrongBlocks
 
 ASKED = "asked"
@@ -26,14 +26,6 @@ def asks(params: object) -> bool:
     own = params.get(KEY) if isinstance(params, Mapping) else None
     report = own.get(REPORT) if isinstance(own, Mapping) else None
     return report is True or (isinstance(report, Mapping) and report.get(ASKED) is True)
-
-
-def into_params(params: Params | None, report: Mapping[str, Any]) -> Params:
-    """Return ``kv_transfer_params`` with the report; a connector's value in its place stays."""
-    if params is None or KEY not in params:
-        return {**(params or {}), KEY: {REPORT: report}}
-    own = params[KEY]
-    return {**params, KEY: {**own, REPORT: report}} if isinstance(own, Mapping) and REPORT not in own else params
 
 
 class Reports(Observer):
@@ -76,7 +68,7 @@ class Reports(Observer):
             self._log(request, report)
         if not answers:
             return params
-        return into_params(params, {ASKED: asks(request.kv_transfer_params), **report.rendered(self._names)})
+        return into_params(params, REPORT, {ASKED: asks(request.kv_transfer_params), **report.rendered(self._names)})
 
     def _log(self, request: ObservedRequest, report: RequestReport) -> None:
         head = {

@@ -110,10 +110,11 @@ class Traces(Observer):
     @contained("trace")
     def into_params(self, request_id: str, params: Params | None) -> Params | None:
         """Return a finished request's params with the context that a decode engine links to."""
-        if (trace := self._traces.get(request_id)) is None:
+        # Other clients than decode engines have no params, and see no change.
+        if params is None or (trace := self._traces.get(request_id)) is None:
             return params
         handed = TraceContext(trace.trace_id, trace.handed_id or trace.above or trace.lookup_id, trace.is_sampled)
-        return trace_context.into_params(params, handed)
+        return trace_context.into_params(params, trace_context.TRACEPARENT, handed.traceparent)
 
     def looked_up(self, request: ObservedRequest, began_ns: int, ended_ns: int) -> None:
         trace = self.of(request)

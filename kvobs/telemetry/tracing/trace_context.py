@@ -17,6 +17,7 @@ DISABLED = "OTEL_SDK_DISABLED"
 KEY = "kvobs"  # in kv_transfer_params, from a prefill engine to a decode engine
 TRACEPARENT = "traceparent"
 REPORT = "report"  # beside it: a client's question, or a prefill engine's answer
+BLOCKS = "blocks"  # beside it: fingerprints of blocks that the prefill engine computed
 _LONG = 512  # characters; version 00 has 55, a later one may have more behind
 _PATTERN = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 _SAMPLED = 1  # bit 0 of the flags; others may be set too
@@ -81,7 +82,7 @@ def of_params(params: object) -> TraceContext | None:
     if not isinstance(params, Mapping) or KEY not in params:
         return None
     own = params[KEY]
-    if not isinstance(own, Mapping) or (TRACEPARENT not in own and REPORT not in own):
+    if not isinstance(own, Mapping) or own.keys().isdisjoint((TRACEPARENT, REPORT, BLOCKS)):
         raise MalformedContextError
     return of_headers(own)
 
@@ -94,14 +95,11 @@ def remote_of(params: object) -> dict[str, str]:
     return {key: value[:ID_AT_MOST] for key, value in named if isinstance(value, str) and value.isprintable()}
 
 
-def into_params(params: dict[str, Any] | None, context: TraceContext | None) -> dict[str, Any] | None:
-    """Return ``kv_transfer_params`` with the context for a decode engine.
-
-    Only requests that a child hands over to another engine have such params: other clients see no change.
-    """
-    if params is None or context is None or KEY in params:
-        return params
-    return {**params, KEY: {TRACEPARENT: context.traceparent}}
+def into_params(params: Mapping[str, Any] | None, field: str, value: object) -> dict[str, Any]:
+    """Return ``kv_transfer_params`` with a field for a decode engine or a client; a connector's value there stays."""
+    own = params.get(KEY, {}) if params is not None else {}
+    more = {KEY: {field: value, **own}} if isinstance(own, Mapping) else {}
+    return {**(params or {}), **more}
 
 
 def new_trace_id() -> str:

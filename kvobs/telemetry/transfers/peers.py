@@ -34,7 +34,7 @@ class Peers(Observer):
 
     def load_ended(self, request_id: str, load: Load) -> None:
         if not load.aborted:
-            self._count(request_id, load, "failed" if load.failed else "ok")
+            self._count(request_id, load, load.outcome)
 
     def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
         self._count(request_id, load, "failed" if load.failed or by_error else "aborted")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, UniformTypeKVCacheSpecs
@@ -66,16 +67,30 @@ class Layers:
 
 
 class Fingerprints:
-    """Computes fingerprints of blocks in a few layers that the key chooses, or in all."""
+    """Computes fingerprints of blocks in a few layers that the key chooses, or in all.
 
-    def __init__(self, layers: Layers, *, reads_all: bool, cache_dtype: str = "auto") -> None:
+    ``parallel`` says how an engine's ranks share the cache.
+    """
+
+    def __init__(self, layers: Layers, *, reads_all: bool, cache_dtype: str = "auto", parallel: object = 1) -> None:
         self._cache = layers
+        self._parallel = parallel
+        self._forms: dict[int, int] = {}
         self._at_most = 10**6 if reads_all else LAYERS_OF_A_BLOCK
         self._fp8 = _FP8.get(cache_dtype)
 
     def can_read(self, block: Block) -> bool:
         """Return whether this rank has layers of the block's group."""
         return self._cache.count(block.group) > 0
+
+    def form(self, group: int) -> int:
+        """Return a number that is equal on the ranks of other engines whose fingerprints can be compared."""
+        if group not in self._forms:
+            count = self._cache.count(group)
+            page = self._cache.pages(group, 0)
+            form = self._parallel, count, self._stride(count), page.dtype, page.shape[1:]
+            self._forms[group] = crc32(repr(form).encode())
+        return self._forms[group]
 
     def take(self, blocks: Sequence[Block]) -> Taken:
         """Queue the reading of blocks behind all that the device has queued; ``blocks`` can be read."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 Outcome = Literal["match", "lossy", "mismatch", "unknown"]
@@ -15,6 +19,7 @@ BLOCKS_AT_MOST = 16_384
 VARIANTS_AT_MOST = 4  # the same tokens computed in another batch may differ in the last bits
 NEAR = 0.2  # of a value, and of the usual value: what 4 bits leave of it
 NEAR_SHARE = 0.8  # of the values
+_SENT = struct.Struct("<Iq9f")  # form, digest, largest value, 8 values
 
 
 class Fingerprint(NamedTuple):
@@ -26,6 +31,22 @@ class Fingerprint(NamedTuple):
     digest: int
     values: NDArray[np.float32]
     largest: float
+
+    def sent(self, form: int) -> str:
+        """Return it for another engine; ``form`` is equal where fingerprints can be compared."""
+        values = self.values[:: len(self.values) // 8][:8]
+        return b64encode(_SENT.pack(form, self.digest, self.largest, *values)).decode()
+
+
+def compare_sent(sent: str, form: int, fingerprint: Fingerprint) -> Outcome:
+    """Return how a loaded block differs from that of another engine, which sent its fingerprint."""
+    try:
+        its_form, digest, largest, *values = _SENT.unpack(b64decode(sent, validate=True))
+    except (ValueError, struct.error):
+        return "unknown"
+    if its_form != form:
+        return "unknown"
+    return _difference(fingerprint, [Fingerprint(digest, np.array(values, dtype=np.float32), largest)])
 
 
 class NotedBlocks:
@@ -49,14 +70,17 @@ class NotedBlocks:
 
         It is ``lossy`` if most values are near: a compressed copy, or one that was computed elsewhere.
         """
-        if (variants := self._noted.get((group, key))) is None:
-            return "unknown"
-        if any(fingerprint.digest == each.digest for each in variants):
-            return "match"
-        return "lossy" if any(_is_near(fingerprint, each) for each in variants) else "mismatch"
+        variants = self._noted.get((group, key))
+        return _difference(fingerprint, variants) if variants is not None else "unknown"
 
     def __len__(self) -> int:
         return len(self._noted)
+
+
+def _difference(fingerprint: Fingerprint, variants: Sequence[Fingerprint]) -> Outcome:
+    if any(fingerprint.digest == each.digest for each in variants):
+        return "match"
+    return "lossy" if any(_is_near(fingerprint, each) for each in variants) else "mismatch"
 
 
 def _is_near(a: Fingerprint, b: Fingerprint) -> bool:
@@ -65,5 +89,6 @@ def _is_near(a: Fingerprint, b: Fingerprint) -> bool:
         return False
     usual = np.sqrt(np.mean(np.square(b.values)))
     with np.errstate(invalid="ignore"):
-        near = np.abs(a.values - b.values) <= NEAR * (np.abs(b.values) + usual)
+        values = a.values[:: len(a.values) // len(b.values)][: len(b.values)]
+        near = np.abs(values - b.values) <= NEAR * (np.abs(b.values) + usual)
     return bool(np.mean(near) >= NEAR_SHARE)

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from kvobs.state.cache_layout import CacheLayout
-from kvobs.state.events import ObservedRequest, Observer
+from kvobs.state.events import ObservedRequest, Observer, Params
 from kvobs.state.offers import LookupResult
 from kvobs.state.transfers import Load
+from kvobs.telemetry.tracing.trace_context import BLOCKS, KEY, into_params
+from kvobs.telemetry.verify.noted import BLOCKS_AT_MOST
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 KEY_BYTES = 8
 """Bytes of vLLM's block hash that are compared with the share, and identify a block's content."""
+HANDED_AT_MOST = 16  # blocks of a prompt whose fingerprints a decode engine gets
+
+_Key = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+_HANDED = TypeAdapter(
+    Annotated[
+        list[tuple[NonNegativeInt, NonNegativeInt, _Key, dict[str, str]]],  # group, position, key, by rank
+        Field(max_length=HANDED_AT_MOST),
+    ]
+)
 
 
 class Block(NamedTuple):
-    """A sampled block; ``position`` is that of its first token in the prompt."""
+    """A sampled block; ``position`` is that of its first token in the prompt.
+
+    ``sent`` are the fingerprints of the engine that computed it, by rank, if it handed the request over.
+    """
 
     key: bytes
     group: int
     id: int
     position: int
+    sent: Mapping[str, str] | None = None
 
 
 class LoadedBlocks(NamedTuple):
@@ -50,6 +67,15 @@ class WrongBlocks(NamedTuple):
     blocks: int
 
 
+class NotedBlock(NamedTuple):
+    """The fingerprint of a block that one rank has computed, for the scheduler's side."""
+
+    group: int
+    key: bytes
+    rank: int
+    sent: str
+
+
 class _Prompt:
     """The sampled blocks of a request's prompt."""
 
@@ -63,10 +89,11 @@ class BlockSample(Observer):
     """Finds the sampled blocks of prompts, as vLLM computes and loads them.
 
     A block is sampled if its hash is below the share: at every save and load, on every rank and engine with that hash.
-    ``share`` is the sampled part of all blocks, ``hash_block_size`` the number of tokens of a hash.
+    ``share`` is the sampled part of all blocks, ``hash_block_size`` the number of tokens of a hash, ``ranks`` how many
+    workers report to this scheduler.
     """
 
-    def __init__(self, share: float, layout: CacheLayout, hash_block_size: int) -> None:
+    def __init__(self, share: float, layout: CacheLayout, hash_block_size: int, ranks: int = 1) -> None:
         whole = 1 << 8 * KEY_BYTES
         self._below = min(int(share * whole), whole - 1).to_bytes(KEY_BYTES, "big")
         self._takes_all = share >= 1
@@ -75,6 +102,9 @@ class BlockSample(Observer):
         self._prompts: dict[str, _Prompt] = {}
         self._unfilled: dict[str, _Prompt] = {}  # those with blocks that are still to be computed
         self._loads: list[LoadedBlocks] = []
+        self._ranks = ranks
+        self._noted: dict[tuple[int, bytes], dict[str, str]] = {}  # fingerprints by rank, for decode engines
+        self._handed: dict[str, list[Block]] = {}  # by request: those with a prefill engine's fingerprints
 
     def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
         """Sample the prompt; after a preemption it is computed again."""
@@ -89,23 +119,49 @@ class BlockSample(Observer):
                 prompt = self._prompts[request.request_id] = _Prompt(sampled)
         if prompt is not None:
             self._unfilled[request.request_id] = prompt
+        if handed := _handed(request.kv_transfer_params):
+            self._handed[request.request_id] = handed
 
     def admitted(self, request_id: str, load: Load) -> None:
-        """Order the blocks of a load."""
-        if (prompt := self._prompts.get(request_id)) is None:
-            return
-        first, end, blocks = load.local_tokens, load.local_tokens + load.tokens, list[Block]()
-        for group, ids in enumerate(load.blocks):
-            for number, position, key in self._of_group(prompt, group, first, end):
+        """Order the blocks of a load; those that a prefill engine has noted are compared with its fingerprints."""
+        first, end, blocks = load.local_tokens, load.local_tokens + load.tokens, dict[tuple[int, int], Block]()
+        prompt, handed = self._prompts.get(request_id), self._handed.get(request_id, ())
+        for group, (ids, size) in enumerate(zip(load.blocks, self._sizes, strict=False)):
+            sampled = self._of_group(prompt, group, first, end) if prompt is not None else ()
+            found = [Block(key, group, 0, position) for position, key in sampled]
+            for block in (*found, *[block for block in handed if block.group == group]):
                 # Null blocks, which a load does not have, come first.
-                at = len(ids) + number - -(-end // self._sizes[group])
-                if position >= first and at >= 0:
-                    blocks.append(Block(key, group, ids[at], position))
+                at = len(ids) + block.position // size - -(-end // size)
+                if first <= block.position <= end - size and at >= 0:
+                    blocks[group, block.position] = block._replace(id=ids[at])
         if blocks:
-            self._loads.append(LoadedBlocks(load.child, request_id, load.is_async, tuple(blocks)))
+            self._loads.append(LoadedBlocks(load.child, request_id, load.is_async, tuple(blocks.values())))
+
+    def noted(self, notes: Sequence[Any]) -> None:
+        """Keep the fingerprints that ranks have sent."""
+        for note in notes:
+            if isinstance(note, NotedBlock):
+                by_rank = self._noted.pop((note.group, note.key), {})
+                self._noted[note.group, note.key] = {**by_rank, str(note.rank): note.sent}
+                if len(self._noted) > BLOCKS_AT_MOST:
+                    del self._noted[next(iter(self._noted))]
+
+    def into_params(self, request: ObservedRequest, params: Params | None) -> Params | None:
+        """Return the params that a decode engine gets with the fingerprints of blocks that this engine has noted."""
+        prompt = self._prompts.get(request.request_id)
+        if not params or prompt is None or not self._noted:
+            return params
+        found = [
+            (group, position, key.hex(), by_rank)
+            for group in range(len(self._sizes))
+            for position, key in self._of_group(prompt, group, 0, request.num_prompt_tokens)
+            if len(by_rank := self._noted.get((group, key), {})) == self._ranks
+        ]
+        return into_params(params, BLOCKS, found[:: -(-len(found) // HANDED_AT_MOST)]) if found else params
 
     def request_ended(self, request: ObservedRequest) -> None:
         self._prompts.pop(request.request_id, None)
+        self._handed.pop(request.request_id, None)
         self._unfilled.pop(request.request_id, None)
 
     def orders_of(self, output: SchedulerOutput) -> VerifyOrders | None:
@@ -137,15 +193,26 @@ class BlockSample(Observer):
     def _advance(self, request_id: str, prompt: _Prompt, start: int, output: SchedulerOutput) -> Iterator[Block]:
         end = start + output.num_scheduled_tokens[request_id]
         for group, ids in enumerate(prompt.ids):
-            for number, position, key in self._of_group(prompt, group, start, end):
+            for position, key in self._of_group(prompt, group, start, end):
+                number = position // self._sizes[group]
                 if position >= prompt.first and number < len(ids) and ids[number]:  # 0 is vLLM's null block
                     yield Block(key, group, ids[number], position)
         if end >= prompt.ends[-1][0]:
             self._unfilled.pop(request_id, None)
 
-    def _of_group(self, prompt: _Prompt, group: int, first: int, end: int) -> Iterator[tuple[int, int, bytes]]:
-        """Return number, position and key of the blocks of a group that end after ``first`` and until ``end``."""
+    def _of_group(self, prompt: _Prompt, group: int, first: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Return position and key of the blocks of a group that end after ``first`` and until ``end``."""
         size = self._sizes[group] if group < len(self._sizes) else 0
-        return (
-            (at // size - 1, at - size, key) for at, key in prompt.ends if size and first < at <= end and at % size == 0
-        )
+        return ((at - size, key) for at, key in prompt.ends if size and first < at <= end and at % size == 0)
+
+
+def _handed(params: object) -> list[Block]:
+    """Return the blocks whose fingerprints are in ``kv_transfer_params``; none if they are malformed."""
+    own = params.get(KEY) if isinstance(params, dict) else None
+    if not isinstance(own, dict) or BLOCKS not in own:
+        return []
+    try:
+        listed = _HANDED.validate_python(own[BLOCKS])
+    except ValidationError:
+        return []
+    return [Block(bytes.fromhex(key), group, 0, position, by_rank) for group, position, key, by_rank in listed]

@@ -14,8 +14,8 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.transfers import ReportKind
 from kvobs.telemetry.verify.fingerprints import Fingerprints, Taken
-from kvobs.telemetry.verify.noted import NotedBlocks
-from kvobs.telemetry.verify.sample import Block, LoadedBlocks, VerifyOrders, WrongBlocks
+from kvobs.telemetry.verify.noted import Fingerprint, NotedBlocks, Outcome, compare_sent
+from kvobs.telemetry.verify.sample import Block, LoadedBlocks, NotedBlock, VerifyOrders, WrongBlocks
 
 _OUTCOMES = {name: signals.slot(signals.VERIFIED_BLOCKS, name) for name in signals.VERIFIED_BLOCKS.labels["outcome"]}
 OPEN_AT_MOST = 4096  # loads; a rank need not report one whose request has ended
@@ -32,7 +32,7 @@ class _Reading(NamedTuple):
 class Verifier:
     """Verifies the loads of one rank; an asynchronous one when it is received, another after its step.
 
-    With ``refuses`` asynchronous loads with a wrong block must fail.
+    With ``refuses`` asynchronous loads with a wrong block must fail; with ``hands_over`` other engines compare, too.
     """
 
     def __init__(
@@ -43,8 +43,10 @@ class Verifier:
         fingerprints: Fingerprints,
         *,
         refuses: bool = False,
+        hands_over: bool = False,
     ) -> None:
         self.refuses = refuses
+        self._hands_over = hands_over
         self._names = names
         self._rank = rank
         self._recorder = recorder
@@ -54,7 +56,7 @@ class Verifier:
         self._open: dict[str, LoadedBlocks] = {}  # by request
         self._received: dict[str, LoadedBlocks] = {}  # in this step
         self._readings: deque[_Reading] = deque()
-        self._notes: list[WrongBlocks] = []
+        self._notes: list[WrongBlocks | NotedBlock] = []
         self._silent_until_ns = [0] * len(names)
 
     @contained("verify")
@@ -100,8 +102,8 @@ class Verifier:
             self._queue(orders.noted, received.values())
         self._compare_read()
 
-    def take_notes(self) -> list[WrongBlocks]:
-        """Return the wrong blocks that were found since the last call."""
+    def take_notes(self) -> list[WrongBlocks | NotedBlock]:
+        """Return the wrong blocks that were found, and the fingerprints for other engines, since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
@@ -127,15 +129,18 @@ class Verifier:
     def _compare(self, reading: _Reading) -> set[str]:
         fingerprints, requests = iter(reading.taken.read()), set[str]()
         for block in reading.noted:
-            self._blocks.note(block.group, block.key, next(fingerprints))
+            self._blocks.note(block.group, block.key, fingerprint := next(fingerprints))
+            if self._hands_over:
+                sent = fingerprint.sent(self._fingerprints.form(block.group))
+                self._notes.append(NotedBlock(block.group, block.key, self._rank, sent))
         for load in reading.loads:
-            outcomes = {each: self._blocks.compare(each.group, each.key, next(fingerprints)) for each in load.blocks}
-            for outcome in outcomes.values():
+            outcomes = [(self._outcome(block, next(fingerprints)), block) for block in load.blocks]
+            for outcome, _ in outcomes:
                 self._recorder.count(load.child, _OUTCOMES[outcome])
-            if wrong := [block for block, outcome in outcomes.items() if outcome == "mismatch"]:
+            if wrong := [block for outcome, block in outcomes if outcome == "mismatch"]:
                 requests.add(load.request)
                 self._report(load, wrong)
-            if "lossy" in outcomes.values():
+            if any(outcome == "lossy" for outcome, _ in outcomes):
                 text = (
                     "connector %r loads blocks on rank %d whose values are near the computed ones, but not the same: "
                     "it compresses them, or another engine computed them (kvobs_verified_blocks_total, outcome lossy)"
@@ -143,6 +148,11 @@ class Verifier:
                 name = self._names[load.child]
                 once(f"lossy:{name}", logging.INFO, text, name, self._rank)
         return requests
+
+    def _outcome(self, block: Block, fingerprint: Fingerprint) -> Outcome:
+        if block.sent is None:
+            return self._blocks.compare(block.group, block.key, fingerprint)
+        return compare_sent(block.sent.get(str(self._rank), ""), self._fingerprints.form(block.group), fingerprint)
 
     def _report(self, load: LoadedBlocks, wrong: Sequence[Block]) -> None:
         """Count the wrong blocks of a load, note them for the scheduler's side, and log them."""

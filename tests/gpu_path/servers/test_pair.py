@@ -99,12 +99,16 @@ def test_saves_that_nobody_reads_are_in_nixls_own_count_of_expired_ones(sides: d
 
 
 def test_blocks_read_after_their_lease_are_named_though_the_load_succeeds(pair: Pair, tmp_path: Path) -> None:
-    """The prefill engine has filled them again; the decode engine once computed these tokens itself."""
+    """The prefill engine has filled them again; it says what it had computed, an earlier time."""
     text, others = PROMPTS[UNREAD], [text[::-1] for text in PROMPTS]
     for server in (pair.prefill, pair.decode):
         server.reset_prefix_cache(timeout=60, external=True)
-    pair.decode.complete(text, TOKENS)
-    pair.decode.reset_prefix_cache(external=True)
+    for _ in range(3):  # a rank's fingerprints reach its scheduler a step later, and are in the params of the third
+        with Growth(pair.decode, connector="nixl") as right:
+            pair.decode.complete(text, TOKENS, kv_transfer_params=prefill(pair, text))
+            assert right.reaches(1, "kvobs_verified_blocks_total"), "not verified"
+        pair.decode.reset_prefix_cache(external=True)
+    assert right("kvobs_verified_blocks_total", outcome="match") == right("kvobs_verified_blocks_total")
     targets = [f"{HOST}:{server.port}" for server in (pair.prefill, pair.decode)]
     jobs = f"scrape_configs: [{{job_name: vllm, static_configs: [{{targets: {targets}}}]}}]"
     (hidden,) = (fill(alert.as_dict(), Site())["expr"] for alert in ALERTS if alert.name == "KvobsLoadsHideFailures")

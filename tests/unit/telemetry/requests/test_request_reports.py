@@ -18,7 +18,7 @@ from kvobs.schema.config import read
 from kvobs.state.transfers import Gain, Load, Save
 from kvobs.telemetry import recorders
 from kvobs.telemetry.requests import request_log, request_reports
-from kvobs.telemetry.requests.request_reports import ENDING_AT_MOST, Reports, asks, into_params
+from kvobs.telemetry.requests.request_reports import ENDING_AT_MOST, Reports, asks
 from kvobs.telemetry.tracing.trace_context import of_params
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import json_values, lookup, no_otel_variables, request
@@ -124,20 +124,6 @@ def test_requests_that_nobody_asks_about_are_not_kept(make: Make, a: Script) -> 
 def test_whatever_is_sent_asks_or_does_not(params: Any) -> None:
     own = params.get("kvobs") if isinstance(params, dict) else None
     assert asks(params) is (isinstance(own, dict) and own.get("report") is True)
-
-
-# --- beside a connector's own params, and a trace context
-
-
-def test_a_connectors_own_word_stands() -> None:
-    report = {"asked": True}
-    assert into_params(None, report) == {"kvobs": {"report": report}}
-    assert into_params({}, report) == {"kvobs": {"report": report}}
-    mine = {"remote": 1, "kvobs": {"traceparent": "x"}}
-    assert into_params(mine, report) == {"remote": 1, "kvobs": {"traceparent": "x", "report": report}}
-    assert mine == {"remote": 1, "kvobs": {"traceparent": "x"}}
-    for theirs in ({"kvobs": 3}, {"kvobs": None}, {"kvobs": {"report": 3}}):
-        assert into_params(theirs, report) is theirs
 
 
 def test_a_decode_engine_reports_too_where_the_prefill_engines_report_comes_with_its_params(

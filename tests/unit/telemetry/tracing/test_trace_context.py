@@ -14,6 +14,8 @@ from opentelemetry.context import attach, detach, get_value, set_value
 
 from kvobs.telemetry.tracing import trace_context
 from kvobs.telemetry.tracing.trace_context import (
+    REPORT,
+    TRACEPARENT,
     MalformedContextError,
     TraceContext,
     as_otel,
@@ -126,15 +128,19 @@ def test_params_of_any_kind_name_nobody(params: Any) -> None:
     assert remote_of(params) == {}
 
 
-def test_a_context_is_handed_on_only_where_a_child_hands_something_on() -> None:
-    assert into_params(None, SAMPLED) is None
+def test_a_context_is_handed_on_beside_what_is_there() -> None:
     mine = {"remote_block_ids": [1]}
-    assert into_params(mine, None) is mine
-    handed_on = into_params(mine, UNSAMPLED)
+    handed_on = into_params(mine, TRACEPARENT, UNSAMPLED.traceparent)
     assert mine == {"remote_block_ids": [1]}
     assert handed_on == {"remote_block_ids": [1], "kvobs": {"traceparent": UNSAMPLED.traceparent}}
     assert of_params(handed_on) == UNSAMPLED
-    assert into_params(handed_on, SAMPLED) is handed_on, "a child's own word stands"
+    assert into_params(handed_on, TRACEPARENT, SAMPLED.traceparent) == handed_on, "a connector's value stays"
+    both = into_params(handed_on, REPORT, {"asked": True})
+    assert both["kvobs"] == {"traceparent": UNSAMPLED.traceparent, "report": {"asked": True}}
+    assert into_params(None, REPORT, True) == into_params({}, REPORT, True) == {"kvobs": {"report": True}}
+    for theirs in ({"kvobs": 3}, {"kvobs": None}, {"kvobs": {"report": 3}}):
+        assert into_params(theirs, REPORT, True) == theirs
+    assert of_params({"kvobs": {"blocks": []}}) is None
     assert of_params({"kvobs": {"report": True}}) is None, "a client's question for a report is no malformed context"
 
 

@@ -8,6 +8,7 @@ import pytest
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import OTHER_VALUE, PEER_LOAD_SECONDS, PEER_LOADS
 from kvobs.state.offers import NO_RESULT
+from kvobs.state.transfers import Load
 from kvobs.telemetry.transfers.peers import PEERS_AT_MOST, Peers, peer_of
 
 NIXL, CPU = 0, 1
@@ -27,11 +28,11 @@ class Observed:
         return observed
 
     def end(self, request: str, *, failed: bool = False, aborted: bool = False, child: int = NIXL) -> None:
-        load: Any = SimpleNamespace(child=child, failed=failed, aborted=aborted, duration_ns=7)
+        load = Load(child, 64, True, 1, arrived={0: 7}, failed_on={0} if failed else set(), aborted=aborted)
         self.peers.load_ended(request, load)
 
     def abort(self, request: str, *, failed: bool = False, by_error: bool = False) -> None:
-        load: Any = SimpleNamespace(child=NIXL, failed=failed, aborted=True, duration_ns=7)
+        load = Load(NIXL, 64, True, 1, failed_on={0} if failed else set(), aborted=True)
         self.peers.aborted(request, load, by_error=by_error)
 
     @property

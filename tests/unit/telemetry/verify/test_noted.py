@@ -1,11 +1,14 @@
 """Fingerprints that are kept by content, and compared."""
 
 import math
+from base64 import b64encode
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvobs.telemetry.verify.noted import VARIANTS_AT_MOST, Fingerprint, NotedBlocks
+from kvobs.telemetry.verify.noted import VARIANTS_AT_MOST, Fingerprint, NotedBlocks, compare_sent
 
 RNG = np.random.default_rng(7)
 VALUES = RNG.standard_normal(128).astype(np.float32)
@@ -45,6 +48,20 @@ def noted(*fingerprints: Fingerprint) -> NotedBlocks:
 )
 def test_an_outcome_says_how_far_a_loaded_block_is(loaded: Fingerprint, outcome: str) -> None:
     assert noted(NOTED).compare(0, b"key", loaded) == outcome
+    if outcome != "lossy":  # that border is less exact with the few values that are sent
+        assert compare_sent(NOTED.sent(7), 7, loaded) == outcome
+
+
+def test_a_fingerprint_that_was_sent_is_compared_with_those_of_the_same_form() -> None:
+    near = other(values=VALUES * 1.1)
+    assert [compare_sent(near.sent(7), 7, each) for each in (near, NOTED)] == ["match", "lossy"]
+    assert compare_sent(NOTED.sent(7), 8, NOTED) == "unknown"
+    assert compare_sent(Fingerprint(-(2**63), VALUES, math.inf).sent(2**32 - 1), 7, NOTED) == "unknown"
+
+
+@given(st.text() | st.binary(min_size=48, max_size=48).map(lambda data: b64encode(data).decode()))
+def test_texts_of_any_kind_are_no_match(sent: str) -> None:
+    assert compare_sent(sent, 0, NOTED) in ("unknown", "mismatch", "lossy")
 
 
 def test_empty_blocks_are_near_each_other() -> None:

@@ -1,6 +1,8 @@
 """Sampled blocks of prompts, as vLLM's own scheduler computes, loads and preempts them."""
 
 import hashlib
+import itertools
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvobs.state.cache_layout import CacheLayout
-from kvobs.telemetry.verify.sample import KEY_BYTES, Block, BlockSample, LoadedBlocks, VerifyOrders
+from kvobs.telemetry.verify.noted import BLOCKS_AT_MOST
+from kvobs.telemetry.verify.sample import (
+    HANDED_AT_MOST,
+    KEY_BYTES,
+    Block,
+    BlockSample,
+    LoadedBlocks,
+    NotedBlock,
+    VerifyOrders,
+)
 from kvobs.testing import BLOCK, Rig, Script
+from tests.support.contexts import json_values
 
 PROMPT = list(range(5 * BLOCK + 3))
 
@@ -115,7 +127,71 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     rig.abort("b")
     rig.run(20)
     sample = rig.connector._telemetry._sample
-    assert (sample._prompts, sample._unfilled, sample._loads) == ({}, {}, [])
+    assert (sample._prompts, sample._unfilled, sample._loads, sample._handed) == ({}, {}, [], {})
+
+
+FINGERPRINT = {"0": "of rank 0", "1": "of rank 1"}
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-18])
+def test_the_decode_engine_compares_the_blocks_that_the_prefill_engine_has_noted(share: float) -> None:
+    prefill = BlockSample(1, CacheLayout((BLOCK, 2 * BLOCK)), BLOCK, ranks=2)
+    keys = hashes(5)
+    request = _request(5 * BLOCK + 3, keys)
+    prefill.allocated(request, None, None, 0)  # type: ignore[arg-type]
+    known = {"remote": 1}
+    assert prefill.into_params(request, known) is known
+    for rank, (group, number) in itertools.product((0, 1), ((0, 0), (0, 2), (1, 3), (0, 4), (0, 9))):
+        prefill.noted([NotedBlock(group, (keys + hashes(9, 1))[number][:KEY_BYTES], rank, f"of rank {rank}")])
+    prefill.noted([NotedBlock(0, keys[1][:KEY_BYTES], 0, "of one rank only"), "another observer's note"])
+    assert prefill.into_params(request, None) is None
+    params = json.loads(json.dumps(prefill.into_params(request, known)))
+
+    rig = Watched(Script("one", {"a": (4 * BLOCK, True)}), share=share)
+    rig.add("a", PROMPT, 2, **params)
+    rig.run(2)
+    ids = ids_of(rig, "a")
+    (load,) = rig.loads
+    handed = [block for block in load.blocks if block.sent is not None]
+    assert handed == [Block(keys[i][:KEY_BYTES], 0, ids[i], i * BLOCK, FINGERPRINT) for i in (0, 2)]
+    assert len(load.blocks) == (4 if share == 1 else 2)
+
+
+def test_the_client_of_a_finished_request_gets_the_fingerprints_for_a_decode_engine() -> None:
+    rig = Watched(Script("one"))
+    request = rig.add("a", PROMPT, 2)
+    rig.step()
+    key = bytes(request.block_hashes[1])[:KEY_BYTES]
+    rig.connector._side.observer.noted([NotedBlock(0, key, 0, "of rank 0")])
+    found = rig.connector._telemetry.of_client(request, {"remote": 1})
+    assert found == {"remote": 1, "kvobs": {"blocks": [(0, BLOCK, key.hex(), {"0": "of rank 0"})]}}
+
+
+def test_a_decode_engine_gets_some_of_many_blocks() -> None:
+    prefill, keys = BlockSample(1, CacheLayout((BLOCK,)), BLOCK), hashes(100)
+    request = _request(100 * BLOCK, keys)
+    prefill.allocated(request, None, None, 0)  # type: ignore[arg-type]
+    prefill.noted([NotedBlock(0, key[:KEY_BYTES], 0, "") for key in keys])
+    params: Any = prefill.into_params(request, {"remote": 1})
+    positions = [position for _, position, *_ in params["kvobs"]["blocks"]]
+    assert positions == list(range(0, 100 * BLOCK, 7 * BLOCK))
+    assert len(positions) <= HANDED_AT_MOST
+
+
+@given(json_values)
+def test_params_of_any_kind_hand_nothing_over(value: Any) -> None:
+    sample = BlockSample(1, CacheLayout((BLOCK,)), BLOCK)
+    for params in (value, {"kvobs": value}, {"kvobs": {"blocks": value}}, {"kvobs": {"blocks": [value]}}):
+        sample.allocated(_request(BLOCK, [], params), None, None, 0)  # type: ignore[arg-type]
+    assert sample._handed == {}
+
+
+def test_the_fingerprints_that_were_noted_first_are_forgotten() -> None:
+    sample = BlockSample(1, CacheLayout((BLOCK,)), BLOCK)
+    for number in range(BLOCKS_AT_MOST + 3):
+        sample.noted([NotedBlock(0, number.to_bytes(KEY_BYTES, "big"), 0, "")])
+    assert len(sample._noted) == BLOCKS_AT_MOST
+    assert next(iter(sample._noted)) == (0, (3).to_bytes(KEY_BYTES, "big"))
 
 
 def hashes(count: int, salt: int = 0) -> list[bytes]:
@@ -137,8 +213,8 @@ def _sampled(share: float, keys: list[bytes]) -> set[bytes]:
     return {key for _, key in sample._prompts["a"].ends}
 
 
-def _request(tokens: int, keys: list[bytes]) -> Any:
-    return SimpleNamespace(request_id="a", num_prompt_tokens=tokens, block_hashes=keys)
+def _request(tokens: int, keys: list[bytes], params: Any = None) -> Any:
+    return SimpleNamespace(request_id="a", num_prompt_tokens=tokens, block_hashes=keys, kv_transfer_params=params)
 
 
 def _load(blocks: Any, local: int, tokens: int) -> Any:

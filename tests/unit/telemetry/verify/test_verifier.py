@@ -10,7 +10,7 @@ from kvobs.schema import signals
 from kvobs.state.transfers import ReportKind
 from kvobs.telemetry.verify import verifier
 from kvobs.telemetry.verify.fingerprints import Fingerprints
-from kvobs.telemetry.verify.sample import Block, LoadedBlocks, VerifyOrders, WrongBlocks
+from kvobs.telemetry.verify.sample import Block, LoadedBlocks, NotedBlock, VerifyOrders, WrongBlocks
 from kvobs.telemetry.verify.verifier import OPEN_AT_MOST, Verifier
 from tests.support.layers import layers_of, random_cache
 
@@ -20,10 +20,11 @@ ENDED = (ReportKind.FAILED, ReportKind.SPOILED, ReportKind.HOLED, ReportKind.SYN
 class Rank:
     """One rank with a cache of one layer, in which block 9 was computed, and noted."""
 
-    def __init__(self) -> None:
+    def __init__(self, parallel: object = 1) -> None:
         self.cache = random_cache()
         self.recorder = Recorder(2)
-        self.verifier = Verifier(["one", "two"], 3, self.recorder, Fingerprints(layers_of(self.cache), reads_all=True))
+        fingerprints = Fingerprints(layers_of(self.cache), reads_all=True, parallel=parallel)
+        self.verifier = Verifier(["one", "two"], 3, self.recorder, fingerprints, hands_over=parallel != 1)
         self.step(noted=[block(9)])
 
     def step(self, *loads: LoadedBlocks, noted: Any = (), reports: Any = ()) -> None:
@@ -112,6 +113,20 @@ def test_a_load_that_is_asked_about_is_compared_at_once_and_only_once(
     assert rank.verifier.refused(0, asked) == set()
     rank.step(reports=[(0, ReportKind.RECEIVED, ["right"]), (0, ReportKind.FAILED, ["wrong"])])
     assert rank.counted() == {"match": 1, "mismatch": 1}
+
+
+def test_blocks_of_another_engine_are_compared_with_its_fingerprints() -> None:
+    prefill, decode, other = Rank(parallel="two ranks"), Rank(parallel="two ranks"), Rank(parallel="four ranks")
+    (note,) = prefill.verifier.take_notes()
+    assert isinstance(note, NotedBlock)
+    assert note[:3] == (0, b"computed", 3)
+    for rank in (decode, other):
+        rank.cache[5] = prefill.cache[9]
+        sent = {str(note.rank): note.sent}
+        blocks = [block(number)._replace(sent=sent) for number in (5, 6)] + [block(5)._replace(sent={"2": note.sent})]
+        rank.step(LoadedBlocks(0, "a", False, tuple(blocks)))
+    assert decode.counted() == {"match": 1, "mismatch": 1, "unknown": 1}
+    assert other.counted() == {"unknown": 3}
 
 
 def test_blocks_that_were_not_noted_or_can_not_be_read_are_unknown(rank: Rank) -> None:
