@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from kvobs.demo.server import CORES, environment
 from tests.gpu_path.environment import V2_RUNNER, Counted, gpu_path
 from tests.gpu_path.scenarios import SCENARIOS
+from tests.support.published import write_row
 
 PUBLISH = "KVOBS_GPU_PATH"
 """An environment variable: with it, all cells are run, and they replace the results."""
@@ -193,11 +193,4 @@ def publish(cell: Cell, found: Found, base: Found) -> None:
         "left": len(found.left),
         "ended": found.ended.partition(":")[0],
     }
-    with RESULTS.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        results = json.loads(file.read() or "{}")
-        results[cell.title] = row
-        file.truncate(0)
-        ordered = {title: results[title] for each in EVERY if (title := each.title) in results}
-        file.write(json.dumps(ordered, indent=1) + "\n")
+    write_row(RESULTS, cell.title, row, [each.title for each in EVERY])

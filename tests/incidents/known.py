@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from tests.support.published import write_row
 
 GUILTY, INNOCENT = "remote", "cpu"
 PLACES = ("log", "top", "check", "overview")
@@ -63,12 +63,7 @@ class Seen:
 def publish(incident: Incident, seen: Seen) -> None:
     """Write what a run saw of an incident, if it is to be published."""
     if os.environ.get(PUBLISH):
-        with RESULTS.open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            results = json.loads(file.read() or "{}") | {incident.title: asdict(seen)}
-            file.truncate(0)
-            file.write(json.dumps({title: results[title] for title in INCIDENTS if title in results}, indent=1) + "\n")
+        write_row(RESULTS, incident.title, asdict(seen), INCIDENTS)
 
 
 def _hangs(title: str, hook: str, fault: str, rank: int | None) -> Incident:

@@ -1,6 +1,5 @@
 """Servers on vLLM's default path on GPUs, what they are asked, and what must be true of them at the end."""
 
-import fcntl
 import json
 import os
 import random
@@ -19,6 +18,7 @@ from tests.connectors.servers.served import blocks_are_free
 from tests.engine.serving import SPAWNING, TOKENS, eventually, prompt, serve, total
 from tests.gpu_path.cells import PUBLISH
 from tests.gpu_path.environment import Counted, counted, gpu_path
+from tests.support.published import write_row
 
 CLIENTS = 4
 LONG = 60
@@ -173,7 +173,9 @@ def look_back(
     left = open_ones(served.server) + ([] if blocks_are_free(served.server) else ["blocks"])
     equal = eventually(lambda: served.by_kvobs() == served.counted())
     counts = [sum(column) for column in zip(*served.counted().values(), strict=True)]
-    publish(title, Seen(len(answers) - len(wrong), len(answers), len(asked), counts, equal, left))
+    if os.environ.get(PUBLISH):
+        seen = Seen(len(answers) - len(wrong), len(answers), len(asked), counts, equal, left)
+        write_row(RESULTS, title, asdict(seen))
     assert (wrong, left) == ([], [])
     assert served.by_kvobs() == served.counted()
     assert total(served.server, "kvobs_internal_errors_total") == 0
@@ -182,13 +184,3 @@ def look_back(
 
 def open_ones(server: Server) -> list[str]:
     return [name for name in OPEN if total(server, name)]
-
-
-def publish(title: str, seen: Seen) -> None:
-    if os.environ.get(PUBLISH):
-        with RESULTS.open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # other servers may be served at the same time
-            file.seek(0)
-            results = json.loads(file.read() or "{}") | {title: asdict(seen)}
-            file.truncate(0)
-            file.write(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
