@@ -1,7 +1,8 @@
 """What kvobs costs a user: tokens/s and the time to the first token of real servers.
 
-Four servers stay up and get the same load in turns: kvobs, vLLM's own MultiConnector, the same once more, and one
-without a connector. How far the two that are the same come out apart is the noise of this machine, and the budget.
+Servers stay up and get the same load in turns: kvobs, the same with verified loads, vLLM's own MultiConnector, the same
+once more, and one without a connector. How far the two that are the same come out apart is the noise of this machine,
+and the budget.
 """
 
 from __future__ import annotations
@@ -29,14 +30,25 @@ from tests.bench.report import Budget, Line, Part
 from tests.engine.serving import importing_tests
 from tests.support.affinity import keeping_off, set_affinity
 
-ROUNDS = 14
+ROUNDS = 12
 WARM_UP = 2
 """Rounds before those that count: what they ask is what the first of those finds again."""
 
 CHILDREN = [host_memory(2**28), host_memory(2**28)]
 STOCK = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": CHILDREN}}
+KVOBS = multi_connector(*CHILDREN, names=["near", "far"])
+
+
+def verifying(share: float) -> dict[str, Any]:
+    extra = KVOBS["kv_connector_extra_config"]
+    return KVOBS | {"kv_connector_extra_config": extra | {"kvobs": extra["kvobs"] | {"verify": {"share": share}}}}
+
+
+VERIFY = "verify 0.01 against kvobs"
 CONFIGS = {
-    "kvobs": multi_connector(*CHILDREN, names=["near", "far"]),
+    "kvobs": KVOBS,
+    VERIFY: verifying(0.01),
+    "verify 1 against kvobs": verifying(1.0),
     "stock": STOCK,
     "stock again": STOCK,
     "no connector": None,
@@ -191,18 +203,21 @@ def lines(turns: dict[str, list[Turn]]) -> list[Line]:
     compared = []
     for metric, (title, unit) in METRICS.items():
         values = {name: [getattr(turn, metric) for turn in turns[name]] for name in turns}
-        compared += compare(title, unit, values, {"kvobs": 1.0})  # it may differ by nothing but the noise
+        # They may differ by nothing but the noise.
+        compared += compare(title, unit, values, {"kvobs": 1.0, VERIFY: 1.0})
     return compared
 
 
 def compare(title: str, unit: str, values: dict[str, list[float]], limits: Mapping[str, float]) -> list[Line]:
-    """Compare each server's values of a metric with those of vLLM's own router, round by round.
+    """Compare each server's values of a metric with those of vLLM's own router, or the named one, round by round.
 
     One server is "stock", and one the same "again". The limits say which servers have a budget, and by which factor
     they may be worse; more if the noise is more.
     """
     compared = {
-        name: Line(f"{title}, {name}", unit, each, values["stock"]) for name, each in values.items() if name != "stock"
+        name: Line(f"{title}, {name}", unit, each, values[name.partition(" against ")[2] or "stock"])
+        for name, each in values.items()
+        if name != "stock"
     }
     allowed = {name: max(limit, noise(compared["stock again"].samples)) for name, limit in limits.items()}
     more_is_better = unit == MORE_IS_BETTER

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tests.bench.__main__ import is_whole
-from tests.bench.endtoend import CONFIGS, Turn, in_turn, lines, noise, prompts
+from tests.bench.endtoend import CONFIGS, VERIFY, Turn, in_turn, lines, noise, prompts
 from tests.bench.report import Budget, Line, Part, Verdict, markdown, number, table
 
 
@@ -95,8 +95,8 @@ def test_only_a_whole_run_is_published() -> None:
 
 
 def test_every_server_is_at_every_place_of_a_round_equally_often() -> None:
-    rounds = [in_turn(list(CONFIGS), number) for number in range(8)]
-    for place in range(4):
+    rounds = [in_turn(list(CONFIGS), number) for number in range(2 * len(CONFIGS))]
+    for place in range(len(CONFIGS)):
         assert sorted(order[place] for order in rounds) == sorted([*CONFIGS, *CONFIGS])
 
 
@@ -120,8 +120,10 @@ def test_kvobs_may_differ_from_stock_as_much_as_stock_does_from_stock() -> None:
     same = turns(100, 100, 100, 100, 100)
     noisy = turns(95, 100, 105, 110, 90)
     for kvobs, verdict in ((turns(96, 99, 100, 104, 94), Verdict.MET), (turns(70, 75, 80, 70, 75), Verdict.MISSED)):
-        judged = {found.title: found for found in lines({"kvobs": kvobs, "stock": same, "stock again": noisy})}
-        assert len(judged) == 6
+        each = {"kvobs": kvobs, VERIFY: kvobs, "stock": same, "stock again": noisy}
+        judged = {found.title: found for found in lines(each)}
+        assert len(judged) == 9
         for metric in ("tokens/s", "first token, p50", "first token, p95"):
             assert judged[f"{metric}, kvobs"].verdict == verdict, metric
+            assert judged[f"{metric}, {VERIFY}"].median == 1, metric
             assert judged[f"{metric}, stock again"].budget is None
