@@ -26,7 +26,7 @@ PYENV := $(subst $() ,:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test test-probe wheels release test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions test-prometheus lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
+.PHONY: help install demo test faults test-probe wheels release test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions test-prometheus lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +104,10 @@ test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus,
 
 incidents: $(INSTALLED) packages promtool ## Let connectors hang, end and slow real engines, and write what is seen of it into docs/incidents.md
 	KVOBS_INCIDENTS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow tests/incidents
+	$(BIN)/python -m docs
+
+faults: $(INSTALLED) packages rdma promtool ## Plant wrong bytes in the stores of real connectors, and write what is found into docs/verify.md
+	KVOBS_FAULTS=1 $(BIN)/python -m pytest -k "found or named" tests/connectors/test_verify.py tests/connectors/servers/test_corrupt_stores.py tests/gpu_path/servers/test_pair.py
 	$(BIN)/python -m docs
 
 test-connectors: $(INSTALLED) packages rdma redis ## Run engines with real stores: LMCache, Mooncake, Redhare, SpoolCache; stores killed; eight minutes

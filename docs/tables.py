@@ -297,6 +297,21 @@ def gpu_path_servers() -> str:
     return table(["server", "right answers", "aborted", "kvobs's counts", "left over"], rows)
 
 
+def verified() -> str:
+    """Return what verification found of each fault in a store."""
+    rows = []
+    for row in json.loads((ROOT / "tests/connectors/faults.json").read_text()).values():
+        outcomes = row["outcomes"]
+        count = sum(outcomes.get(name, 0) for name in ("lossy", "mismatch"))
+        connector = f"`{row['connector']}`" + (f", {row['at']}" if row["at"] else "")
+        wrong = "some" if row["wrong"] is None else str(row["wrong"])
+        blamed = ", ".join(f"rank {rank}" for rank in row["ranks"]) or "-"
+        blamed += f" ({row['seconds']} s)" if row["ranks"] and row["seconds"] else ""
+        shown = ", ".join(f"{n} `{name}`" for name, n in outcomes.items()) or "none loaded"
+        rows.append([connector, row["fault"], wrong, str(count), shown, blamed])
+    return table(["connector", "fault in its store", "wrong blocks loaded", "found", "outcomes", "blamed"], rows)
+
+
 def packages() -> str:
     """Return the packages and modules of kvobs, the highest first."""
     rows = [
@@ -341,6 +356,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "incidents": incidents,
     "gpu-path": gpu_path,
     "gpu-path-servers": gpu_path_servers,
+    "verified": verified,
     "packages": packages,
     **{f"fault-{fault.replace('_', '-')}": partial(listing, fault) for fault in FAULTS},
 }

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dashboards.alerts import ALERTS
+from dashboards.site import Site, fill
 from kvobs.demo.server import HOST, claim_port
 from tests.engine.serving import eventually
 from tests.support.promtool import found
@@ -43,6 +45,12 @@ class Prometheus:
                 return answer.status == 200
         except OSError:
             return False
+
+
+def expression(name: str) -> str:
+    """Return the expression of an alert."""
+    (found,) = (fill(alert.as_dict(), Site())["expr"] for alert in ALERTS if alert.name == name)
+    return str(found)
 
 
 @contextmanager

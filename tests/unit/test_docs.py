@@ -21,6 +21,7 @@ from docs.tables import TABLES
 from kvobs.cli import app
 from kvobs.cli.commands import COMMANDS, load
 from kvobs.schema.signals import SIGNALS
+from tests.connectors import faults
 from tests.connectors.packages import version
 from tests.gpu_path import cells
 from tests.incidents.known import INCIDENTS, RESULTS, SEEN_S
@@ -62,6 +63,13 @@ def test_the_table_of_paths_is_of_a_run_of_all_cells_and_kvobs_counts_right_in_e
     results = json.loads(cells.RESULTS.read_text())
     assert list(results) == [cell.title for cell in cells.EVERY], "run `make test-gpu-path ALL=1`"
     assert [title for title, row in results.items() if "kvobs" in title and not (row["equal"] or row["ended"])] == []
+
+
+def test_the_table_of_wrong_blocks_is_of_a_run_that_found_all_and_no_others() -> None:
+    rows = json.loads(faults.RESULTS.read_text())
+    for title, row in rows.items():
+        assert row["wrong"] in (None, sum(row["outcomes"].get(name, 0) for name in ("lossy", "mismatch"))), title
+    assert {row["at"] for row in rows.values()} == {"", "two ranks", "two engines"}, "run `make faults`"
 
 
 def test_dashboards_page_counts_boards_rules_and_alerts() -> None:

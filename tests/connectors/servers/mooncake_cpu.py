@@ -5,6 +5,7 @@ Nothing else is replaced: keys, transfers, threads and the connection to the mas
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector impor
     MooncakeStoreConnector,
 )
 
-__all__ = ["FlakyMooncakeStore", "MooncakeConnector", "MooncakeStoreConnector"]
+__all__ = ["FlakyMooncakeStore", "LateMooncakeStore", "MooncakeConnector", "MooncakeStoreConnector"]
 
 
 class FlakyMooncakeStore(MooncakeStoreConnector):
@@ -36,3 +37,35 @@ class FlakyMooncakeStore(MooncakeStoreConnector):
             raise ConnectionError("connection reset by peer")
         answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return answer
+
+
+class LateMooncakeStore(MooncakeStoreConnector):
+    """MooncakeStoreConnector whose store has taken nothing yet when it says so, while the file ``late`` is there."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.connector_worker is not None:
+            late = Path(vllm_config.kv_transfer_config.get_from_extra_config("late", os.devnull))
+            self.connector_worker.store = LateStore(self.connector_worker.store, late)
+
+
+class LateStore:
+    """Puts objects into a store when a file is gone."""
+
+    def __init__(self, store: Any, late: Path) -> None:
+        self._store, self._late, self._pool = store, late, ThreadPoolExecutor(1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def batch_put_from_multi_buffers(self, keys: list[str], *more: Any) -> list[int]:
+        if not self._late.is_file():
+            done: list[int] = self._store.batch_put_from_multi_buffers(keys, *more)
+            return done
+        self._pool.submit(self._put_later, keys, *more)
+        return [0] * len(keys)
+
+    def _put_later(self, *arguments: Any) -> None:
+        while self._late.is_file():
+            time.sleep(0.05)
+        self._store.batch_put_from_multi_buffers(*arguments)

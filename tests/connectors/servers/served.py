@@ -15,7 +15,7 @@ from tests.connectors.packages import importing
 from tests.connectors.servers import stores
 from tests.connectors.servers.stores import Store, running
 from tests.connectors.servers.traffic import SMALL_CACHE
-from tests.engine.serving import SPAWNING, eventually, importing_tests, serve, total
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, SPAWNING, eventually, importing_tests, serve, total
 
 STORE = "store"
 """The name of the connector in front of the store."""
@@ -66,25 +66,27 @@ class Served:
 
 
 @contextmanager
-def served(model: Path, folder: Path, kind: Kind, *, is_isolated: bool, **child: Any) -> Iterator[Served]:
+def served(model: Path, folder: Path, kind: Kind, *, is_isolated: bool, **more: Any) -> Iterator[Served]:
     with (
         running(kind.server(folder)) as store,
-        serving(model, folder, store, kind, is_isolated=is_isolated, **child) as engine,
+        serving(model, folder, store, kind, is_isolated=is_isolated, **more) as engine,
     ):
         yield engine
 
 
 @contextmanager
 def serving(
-    model: Path, folder: Path, store: Store, kind: Kind, *, is_isolated: bool, **child: Any
+    model: Path, folder: Path, store: Store, kind: Kind, *, is_isolated: bool, ranks: int = 1, **child: Any
 ) -> Iterator[Served]:
-    """Run an engine that uses a store, which runs or not."""
+    """Run an engine that uses a store, which runs or not, and verifies all that it loads."""
     config = multi_connector(kind.child(store, **child), host_memory(), names=[STORE, "host"])
     config["kv_load_failure_policy"] = "recompute"
+    config["kv_connector_extra_config"]["kvobs"] |= {"verify": {"share": 1}}
     if is_isolated:
         config["kv_connector_extra_config"]["kvobs"] |= {"isolate": [STORE]}
-    env = kind.env(store, folder) | with_packages(kind.name)
-    with serve(model, folder, config, *SMALL_CACHE, env=env, timeout=START_S, launch=kind.launch) as server:
+    env = kind.env(store, folder) | with_packages(kind.name) | (BOTH_RANKS_ON_ONE_CORE if ranks > 1 else {})
+    more: dict[str, Any] = {"env": env, "timeout": START_S, "launch": kind.launch, "tensor_parallel": ranks}
+    with serve(model, folder, config, *SMALL_CACHE, **more) as server:
         yield Served(kind, store, server, is_isolated)
 
 

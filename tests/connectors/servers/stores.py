@@ -107,7 +107,7 @@ def running(store: Store) -> Iterator[Store]:
         store.stop()
 
 
-def lmcache_server(folder: Path) -> Store:
+def lmcache_server(folder: Path, *more: str) -> Store:
     """Return LMCache's server for engines that copy blocks themselves, as they do on a CPU."""
     port, http_port = claim_port(0), claim_port(0)
     (place,) = importing("lmcache")
@@ -117,7 +117,7 @@ def lmcache_server(folder: Path) -> Store:
         "supported-transfer-mode": "engine_driven",
     }  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, f"{place}/bin/lmcache", "server", *words, "--l1-use-lazy"]
+    command = [sys.executable, f"{place}/bin/lmcache", "server", *words, "--l1-use-lazy", *more]
     env = {"PYTHONPATH": place, "LMCACHE_DISABLE_BANNER": "1", "OMP_NUM_THREADS": "1"}
     return Store("lmcache server", command, folder / "lmcache.log", port, http_port, env)
 

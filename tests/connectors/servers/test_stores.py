@@ -94,3 +94,5 @@ def test_the_server_is_alive_to_the_end(engine: Served, expected: Answers) -> No
     engine.server.check_alive()
     assert traffic.wrong(traffic.ask_all(engine.server, traffic.PROMPTS), expected) == []
     assert engine.total("kvobs_internal_errors_total") == 0
+    assert engine.total("kvobs_verified_blocks_total", outcome="mismatch") == 0
+    assert engine.total("kvobs_verified_blocks_total", outcome="match") > traffic.REQUESTS

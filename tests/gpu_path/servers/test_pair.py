@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from dashboards.alerts import ALERTS
-from dashboards.site import Site, fill
 from kvobs.demo.processes import kill_group
 from kvobs.demo.run import child, host_memory, multi_connector
 from kvobs.demo.server import CORES, HOST, claim_port, cores
+from tests.connectors.faults import record
+from tests.connectors.servers.stores import CHUNK
 from tests.engine.pair import LOOPBACK_ONLY, PREFILL, Pair, hand_over
-from tests.engine.prometheus import scraping
+from tests.engine.prometheus import expression, scraping
 from tests.engine.readings import Growth
 from tests.engine.serving import TOKENS, eventually, total
 from tests.gpu_path.servers.served import (
@@ -108,10 +108,12 @@ def test_blocks_read_after_their_lease_are_named_though_the_load_succeeds(pair: 
             pair.decode.complete(text, TOKENS, kv_transfer_params=prefill(pair, text))
             assert right.reaches(1, "kvobs_verified_blocks_total"), "not verified"
         pair.decode.reset_prefix_cache(external=True)
-    assert right("kvobs_verified_blocks_total", outcome="match") == right("kvobs_verified_blocks_total")
+    matches = right("kvobs_verified_blocks_total", outcome="match")
+    assert matches == right("kvobs_verified_blocks_total")
+    record("NixlConnector", "none", 0, {"match": matches}, ranks=[], at="two engines")
     targets = [f"{HOST}:{server.port}" for server in (pair.prefill, pair.decode)]
     jobs = f"scrape_configs: [{{job_name: vllm, static_configs: [{{targets: {targets}}}]}}]"
-    (hidden,) = (fill(alert.as_dict(), Site())["expr"] for alert in ALERTS if alert.name == "KvobsLoadsHideFailures")
+    hidden = expression("KvobsLoadsHideFailures")
     with (
         scraping(tmp_path, jobs) as prometheus,
         Growth(pair.prefill) as there,
@@ -128,8 +130,17 @@ def test_blocks_read_after_their_lease_are_named_though_the_load_succeeds(pair: 
         assert here.reaches(1, "kvobs_corrupt_blocks_total"), "not verified"
     assert there("vllm:nixl_num_notifications_after_expiry_total") == 1
     assert here("kvobs_loads_total", outcome="ok") == here("kvobs_loads_total") == 1
-    assert here("kvobs_verified_blocks_total", outcome="mismatch") == here("kvobs_verified_blocks_total")
+    blocks = here("kvobs_load_tokens_total") // CHUNK
+    assert here("kvobs_verified_blocks_total", outcome="mismatch") == here("kvobs_verified_blocks_total") == blocks
     assert "connector 'nixl' loaded wrong bytes on rank 0" in pair.decode.log.read_text()
+    record(
+        "NixlConnector",
+        "read after its lease had ended",
+        int(blocks),
+        {"mismatch": blocks},
+        ranks=["0"],
+        at="two engines",
+    )
 
 
 def test_the_decode_engine_computes_what_a_killed_prefill_engine_cannot_give(
