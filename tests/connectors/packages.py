@@ -6,18 +6,13 @@ nothing in the environment of vLLM. Run me to fetch them all::
     python -m tests.connectors.packages [NAME ...]
 """
 
-import fcntl
 import hashlib
-import os
-import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.contract.hosts import STAMP, HostUnavailableError, _errors, _pip, _stamp, cache_folder
+from tests.contract.hosts import HostUnavailableError, cache_folder, filled, pip
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     # What lmcache imports on a CPU and vLLM does not bring. Left out: CUDA's libraries and Google's clients.
@@ -40,8 +35,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "triton": ("triton==3.9.0",),  # for its interpreter, a gigabyte; in .venv vLLM would find it
 }
 """Per folder, what is installed in it; everything else that these import is in vLLM's own environment."""
-
-INSTALL_TIMEOUT_S = 600
 
 
 def version(name: str) -> str:
@@ -68,42 +61,12 @@ def importing(*names: str) -> list[str]:
 
 
 def _fetch_one(name: str, say: Callable[[str], None]) -> Path:
-    place, recipe = cache_folder() / "connectors" / name, _recipe(name)
-    if _stamp(place) == recipe:
-        return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    # Another test run may be at it: the second waits, then finds the stamp.
-    with (place.parent / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if _stamp(place) != recipe:
-            started = time.monotonic()
-            say(f"{name}: installing {', '.join(PACKAGES[name])}")
-            shutil.rmtree(place, ignore_errors=True)
-            _install(name, place)
-            (place / STAMP).write_text(recipe)
-            say(f"{name}: ready in {time.monotonic() - started:.0f} s")
-    return place
+    place, begins = cache_folder() / "connectors" / name, f"installing {', '.join(PACKAGES[name])}"
+    return filled(place, _recipe(name), lambda: _install(name, place), begins, lambda said: say(f"{name}: {said}"))
 
 
 def _install(name: str, place: Path) -> None:
-    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--target", str(place)]
-    command = [*_pip(), "install", *options, *PACKAGES[name]]
-    # Compiled now, or each process of each server compiles them for itself.
-    env = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, env=env, check=False)
-        reason = "" if done.returncode == 0 else _errors(done.stderr) or f"exit code {done.returncode}"
-    except subprocess.TimeoutExpired:
-        reason = f"no end after {INSTALL_TIMEOUT_S} s"
-    except OSError as error:
-        reason = str(error)
-    if reason:
-        raise HostUnavailableError(
-            f"the packages of {name} can't be installed: {reason}\n"
-            f"command: {' '.join(command)}\n"
-            f"Check the package index, or point KVOBS_HOSTS_DIR at a folder filled by an earlier run "
-            f"(now: {cache_folder()})."
-        )
+    pip(f"the packages of {name} can't be installed", "install", "--target", str(place), *PACKAGES[name])
 
 
 def _recipe(name: str) -> str:

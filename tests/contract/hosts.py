@@ -32,7 +32,7 @@ VERSIONS = tuple(sorted({INSTALLED, *EXTRAS}))
 METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
 
 STAMP = ".complete"
-DOWNLOAD_TIMEOUT_S = 600
+TIMEOUT_S = 600
 
 
 class HostUnavailableError(RuntimeError):
@@ -83,29 +83,35 @@ def environment(folder: Path | None, *more_paths: Path) -> dict[str, str]:
 def _prepare_one(version: str, say: Callable[[str], None]) -> Path | None:
     if version == INSTALLED:
         return None
-    folder, recipe = cache_folder() / version, _recipe(version)
+    folder, begins = cache_folder() / version, "downloading the wheel (about 300 MB; kept: 40 to 55 MB)"
+    return filled(
+        folder, _recipe(version), lambda: _fill(folder, version), begins, lambda said: say(f"vLLM {version}: {said}")
+    )
+
+
+def filled(folder: Path, recipe: str, fill: Callable[[], None], begins: str, say: Callable[[str], None]) -> Path:
+    """Return a folder that was filled by this recipe, now or earlier; say when it is filled now."""
     if _stamp(folder) == recipe:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Another test run may be at it: the second waits, then finds the stamp.
-    with open(folder.parent / f"{version}.lock", "w") as lock:
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if _stamp(folder) == recipe:
-            return folder
-        started = time.monotonic()
-        say(f"vLLM {version}: downloading the wheel (about 300 MB; kept: 40 to 55 MB)")
-        shutil.rmtree(folder, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=f"{version}.", dir=folder.parent) as scratch:
-            _fill(Path(scratch), folder, version)
-        (folder / STAMP).write_text(recipe)
-        say(f"vLLM {version}: ready in {time.monotonic() - started:.0f} s")
+        if _stamp(folder) != recipe:
+            started = time.monotonic()
+            say(begins)
+            shutil.rmtree(folder, ignore_errors=True)
+            fill()
+            (folder / STAMP).write_text(recipe)
+            say(f"ready in {time.monotonic() - started:.0f} s")
     return folder
 
 
-def _fill(downloads: Path, folder: Path, version: str) -> None:
-    for wheel in _download(downloads, [f"vllm=={version}", *EXTRAS[version]], version):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, [name for name in archive.namelist() if _kept(name)])
+def _fill(folder: Path, version: str) -> None:
+    with tempfile.TemporaryDirectory(prefix=f"{version}.", dir=folder.parent) as downloads:
+        for wheel in _download(Path(downloads), [f"vllm=={version}", *EXTRAS[version]], version):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(folder, [name for name in archive.namelist() if _kept(name)])
     metadata = folder / f"vllm-{version}+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(METADATA.format(version=version))
@@ -118,22 +124,37 @@ def _kept(name: str) -> bool:
 
 
 def _download(target: Path, requirements: list[str], version: str) -> list[Path]:
-    command = [*_pip(), "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(target), *requirements]
+    pip(f"vLLM {version} can't be downloaded", "download", "--dest", str(target), *requirements)
+    return sorted(target.glob("*.whl"))
+
+
+def pip(fault: str, action: str, *arguments: str) -> None:
+    """Run pip without dependencies, of wheels only; an error begins with the fault, and says what to do."""
+    command = [
+        *_pip(),
+        action,
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary=:all:",
+        *arguments,
+    ]
+    # What is installed is compiled now, or each process of each server compiles it for itself.
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=env, check=False)
         reason = "" if done.returncode == 0 else _errors(done.stderr) or f"exit code {done.returncode}"
     except subprocess.TimeoutExpired:
-        reason = f"no end after {DOWNLOAD_TIMEOUT_S} s"
+        reason = f"no end after {TIMEOUT_S} s"
     except OSError as error:
         reason = str(error)
     if reason:
         raise HostUnavailableError(
-            f"vLLM {version} can't be downloaded: {reason}\n"
+            f"{fault}: {reason}\n"
             f"command: {' '.join(command)}\n"
             f"Check the package index, or point KVOBS_HOSTS_DIR at a folder filled by an earlier run "
             f"(now: {cache_folder()})."
         )
-    return sorted(target.glob("*.whl"))
 
 
 def _pip() -> list[str]:
