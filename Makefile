@@ -17,7 +17,7 @@ PREVIEW := dashboards/preview/node_modules/.package-lock.json
 SIDE_BY_SIDE := -n 2 --dist loadfile
 SHARED := -n $(shell expr `getconf _NPROCESSORS_ONLN` + 1) --dist loadfile --no-loadscope-reorder
 
-QUICK := "demo or not (slow or engine or contract or connectors or gpu_path)"
+QUICK := "demo or not (slow or engine or contract or connectors or gpu_path or compose)"
 
 # The other versions of Python that kvobs is tested under: the PATH's, or else pyenv's.
 PYTHONS ?= 3.12 3.13
@@ -26,7 +26,7 @@ PYENV := $(subst $() ,:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test faults test-probe wheels release test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions test-prometheus lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
+.PHONY: help install demo test faults test-probe wheels release test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions test-prometheus test-compose lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -192,6 +192,16 @@ $(PROMETHEUS3)/usr/bin/prometheus:
 
 test-prometheus: $(INSTALLED) promtool $(PROMETHEUS3)/usr/bin/prometheus ## Run the tests of rules, boards and `kvobs check` with Prometheus 3, beside `make test` with Debian's 2
 	PATH="$(CURDIR)/$(PROMETHEUS3)/usr/bin:$$PATH" $(BIN)/python -m pytest $(SHARED) tests/unit/dashboards tests/unit/cli/check/test_live.py tests/unit/cli/test_dashboards.py tests/unit/test_docs_samples.py $(TESTS)
+
+# Its clients of Docker too. The engine is Debian's; RUNLEVEL=1: it is not started when it is installed.
+PLUGINS := $(PROMETHEUS3)/usr/libexec/docker/cli-plugins/docker-compose
+$(PLUGINS): $(PROMETHEUS3)/usr/bin/prometheus
+	cd $(PROMETHEUS3) && apt-get -q $(OF_SID) download docker-compose docker-buildx && for package in docker-*.deb; do dpkg -x $$package . || exit; done
+
+test-compose: $(INSTALLED) $(PLUGINS) ## Run docker-compose.yml on a Docker engine of its own: images, health, scrapes, rules, an alert
+	@type docker dockerd iptables debootstrap >/dev/null 2>&1 || { apt-get -q update && RUNLEVEL=1 apt-get -q install --yes --no-install-recommends docker.io iptables debootstrap; } \
+		|| { echo "docker-compose.yml needs a Docker engine: install docker.io, iptables and debootstrap (Debian's packages)"; false; }
+	$(BIN)/python -m pytest -rs -m compose tests/compose $(TESTS)
 
 clean: ## Remove what make made
 	rm -rf .venv .pythons .hosts build dist mutants kvobs/probe/*.so

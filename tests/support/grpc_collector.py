@@ -58,7 +58,7 @@ class GrpcCollector(Collector):
 class GrpcListener:
     """Hands on the bytes of each ExportTraceServiceRequest."""
 
-    def __init__(self, port: int, take: Callable[[bytes], None]) -> None:
+    def __init__(self, port: int, take: Callable[[bytes], None], host: str = HOST) -> None:
         def export(body: bytes, _context: grpc.ServicerContext) -> bytes:
             take(body)
             return THANKS
@@ -69,7 +69,7 @@ class GrpcListener:
         # Without serializers bytes come in and go out.
         methods = {"Export": grpc.unary_unary_rpc_method_handler(export)}
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, methods)])
-        self._server.add_insecure_port(f"{HOST}:{port}")
+        self._server.add_insecure_port(f"{host}:{port}")
         self._server.start()
 
     def stop(self, free: Callable[[], None] = lambda: None) -> None:
