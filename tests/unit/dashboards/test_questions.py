@@ -161,12 +161,15 @@ def test_alerts_that_fire_are_those_of_what_is_chosen_and_those_without_such_lab
         return {f'ALERTS{{alertname="{name}",alertstate="firing",severity="{severity}",job="j"{said}}}': "1x20"}
 
     series = alert("KvobsJobMissing", "warning") | alert("KvobsTelemetryCost", "info", instance="i", engine="0")
-    series |= alert("KvobsLoadUnfinished", "critical", instance="i", engine="0", connector="disk")
+    for rank in "01":
+        series |= alert("KvobsLoadUnfinished", "critical", instance="i", engine="0", connector="disk", rank=rank)
     series |= alert("NodeDown", "critical", instance="i")
     series |= {name.replace("firing", "pending").replace("Kvobs", "KvobsNot"): v for name, v in series.items()}
     assert answers(tmp_path, series, questions.alerts_by_severity(), label="alertname") == {
         "KvobsJobMissing": 2, "KvobsTelemetryCost": 1, "KvobsLoadUnfinished": 3,
     }  # fmt: skip
+    assert answers(tmp_path, series, questions.alerts_firing()) == {"": 3}
+    assert answers(tmp_path, {}, questions.alerts_firing()) == {"": 0}
 
 
 def test_engines_are_down_that_ended_or_are_not_scraped(tmp_path: Path) -> None:
