@@ -344,8 +344,8 @@ CONNECTORS = (
         about=CONNECTOR,
         board="kvobs-slow-loads",
         expr="""
-            last_over_time(connector:kvobs_slowed_loads:ratio_rate2m[5m])
-            and count_over_time(connector:kvobs_slowed_loads:ratio_rate2m[10m:30s]) > 5
+            last_over_time(connector:kvobs_slowed_loads:ratio_rate2m[4m])
+            and count_over_time(connector:kvobs_slowed_loads:ratio_rate2m[10m:30s]) > 4
             and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
         hold="0m",

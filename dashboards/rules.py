@@ -206,6 +206,7 @@ RECORDINGS = {
         and sum without (mode) (rate(kvobs_load_duration_seconds_sum[2m]))
         / (sum without (mode) (rate(kvobs_load_duration_seconds_count[2m])) > 0) > 0.1
         and sum without (mode) (increase(kvobs_load_duration_seconds_count[5m])) >= __few_loads__
+        and ignoring (connector) engine:kvobs_start_time_seconds:same2m
         unless ignoring (connector) engine:kvobs_scheduler_seconds:late_rate2m
     """,
     "connector_rank:kvobs_slowest_rank:ratio_rate15m": """

@@ -39,7 +39,7 @@ class Site:
         0.1, "p99 of load durations, in seconds per 1000 tokens of an average load"
     )
     few_loads: int = threshold(20, "loads in 5 minutes; fewer have no p99 worth the name")
-    slowed_times: float = threshold(5, "how many times as long a token's load takes as a day ago")
+    slowed_times: float = threshold(4, "how many times as long a token's load takes as a day ago")
     link_share: float = threshold(0.1, "share of a connector's links (`link_gbps`) that its loads use")
     call_age_s: int = threshold(60, "age of a call into a connector that an engine waits for, in seconds")
     lookup_age_s: int = threshold(60, "age of the oldest unanswered lookup, in seconds")

@@ -163,12 +163,12 @@ def expected(alert: Alert, fires: Fires, says: str) -> dict[str, Any]:
     }
 
 
-def passes(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str = "1m") -> None:
+def passes(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str = "") -> None:
     said = run(tests, folder, name, interval)
     assert said.returncode == 0, said.stdout + said.stderr
 
 
-def run(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str = "1m") -> Any:
+def run(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str = "") -> Any:
     """Run promtool with the alert of this name only, if there is one, and the rules that it reads: it is quicker."""
     recording, *alerting = rule_groups(Site())["groups"]
     if name:
@@ -177,12 +177,12 @@ def run(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str
         (alert,) = [rule for group in alerting for rule in group["rules"]]
         recording["rules"] = read_by(alert["expr"], recording["rules"])
         if before := SCENES[name].day_before:
-            tests, interval = [a_day_later(before, one) for one in tests], "5m"  # a day has many minutes
+            tests, interval = [a_day_later(before, one) for one in tests], interval or "5m"  # a day has many minutes
     # JSON is YAML, and written in a tenth of the time.
     (folder / "rules.json").write_text(json.dumps({"groups": [recording, *alerting]}))
     content = {
         "rule_files": ["rules.json"],
-        "evaluation_interval": interval,
+        "evaluation_interval": interval or "1m",
         # Else any: alerts would see this step, or the last.
         "group_eval_order": ["kvobs.recording", "kvobs.incidents", "kvobs.alerts"],
         "tests": tests,

@@ -91,23 +91,26 @@ def test_all_that_stops_an_engine_is_in_time() -> None:
     assert all(BY_NAME[name].severity is Severity.CRITICAL for name in IN_TIME)
 
 
-def test_alerts_begin_and_end_in_time_and_no_other_fires(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("table", "pairs", "name"), [(times.SCENES, times.PAIRS, ""), (times.A_DAY_LATER, (), times.SLOWED)]
+)
+def test_alerts_begin_and_end_in_time_and_no_other_fires(
+    table: dict[str, times.Scene], pairs: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
     """Each scene is of a cluster of its own."""
-    places = {name: [{"cluster": name}] for name in times.SCENES}
-    places |= {f"{name}, a pair": [{"cluster": f"{name}, a pair", "replica": r} for r in "ab"] for name in times.PAIRS}
-    series = merged(
-        engine(times.SCENES[name.removesuffix(", a pair")][0], of) for name, several in places.items() for of in several
-    )
+    places = {scene: (scene, [{"cluster": scene}]) for scene in table}
+    places |= {f"{p}, a pair": (p, [{"cluster": f"{p}, a pair", "replica": r} for r in "ab"]) for p in pairs}
+    series = merged(engine(table[scene][0], of) for scene, several in places.values() for of in several)
     asked = []
-    for name in places:
-        expected_at = times.SCENES[name.removesuffix(", a pair")][1]
+    for cluster, (scene, _) in places.items():
         for minute in range(1, times.MINUTES):
-            may = [a for a, (a0, by, until, over) in expected_at.items() if a0 < minute < by or until < minute < over]
-            must = [a for a, (_, by, until, _) in expected_at.items() if by <= minute <= until]
-            firing = f'ALERTS{{alertstate="firing",cluster="{name}",alertname!~"{"|".join(may)}"}}'
+            spans = table[scene][1].items()
+            may = [a for a, (a0, by, until, over) in spans if a0 < minute < by or until < minute < over]
+            must = [a for a, (_, by, until, _) in spans if by <= minute <= until]
+            firing = f'ALERTS{{alertstate="firing",cluster="{cluster}",alertname!~"{"|".join(may)}"}}'
             found = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in must]
             asked.append({"expr": f"group by (alertname) ({firing})", "eval_time": f"{minute}m", "exp_samples": found})
-    passes([{**case(series, []), "promql_expr_test": asked}], tmp_path, interval="30s")
+    passes([{**case(series, []), "promql_expr_test": asked}], tmp_path, name, interval="30s")
 
 
 def test_a_scene_that_should_fire_and_does_not_is_found(tmp_path: Path) -> None:

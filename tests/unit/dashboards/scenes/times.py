@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from tests.unit.dashboards.scenes.failures import loads
 from tests.unit.dashboards.scenes.scene import BUILD, START, Series
 from tests.unit.dashboards.scenes.waiting import CALL, OLDEST, OLDEST_LOAD, OLDEST_LOOKUP
-from tests.unit.dashboards.scenes.worth import load_times
+from tests.unit.dashboards.scenes.worth import load_times, paces
 
 MINUTES = 60
 Phases = tuple[tuple[float, float | str], ...]
@@ -35,6 +35,12 @@ def loaded(*phases: tuple[float, float, float]) -> dict[str, str]:
     """Return loads in phases: minutes, loads a minute, and the share of them that take 1 to 4 s."""
     total, quick = ([(m, rate * part(slow)) for m, rate, slow in phases] for part in (lambda _: 1, lambda s: 1 - s))
     return load_times(counted(*quick), counted(*total), counted(*((m, rate * 100) for m, rate in total)))
+
+
+def slowed(*phases: tuple[float, float], loads: int = 300) -> dict[str, str]:
+    """Return loads in phases: minutes, and how many times the 0.2 s of a day ago they take."""
+    seconds = counted(*((m, times * loads / 5) for m, times in phases))
+    return paces(seconds, counted((MINUTES, loads * 20_000 / 3)), counted((MINUTES, loads)))
 
 
 def failed(*phases: tuple[float, float | str, float | str], policy: str = "recompute") -> dict[str, str]:
@@ -90,12 +96,14 @@ STUCK = 'kvobs_stuck_transfers_total{rank="1"}'
 BUSY = {'kvobs_self_seconds_total{where="record"}': counted((MINUTES, 0.1))}
 WELL, END = (MINUTES, 200, 0.0), MINUTES + 1
 SLOW, FAILING, BLOCKS = "KvobsLoadsSlow", "KvobsConnectorFailing", "KvobsConnectorBlocksScheduler"
+SLOWED = "KvobsLoadsSlowed"
 
 SLOW_TO_END = loaded((10, 200, 0), (50, 200, 1))
 SLOW_FOR_TEN = loaded((10, 200, 0), (10, 200, 1), (40, 200, 0))
 FOUR_OF_ELEVEN = loaded((10, 200, 0), *((4, 200, 1), (7, 200, 0)) * 4, (6, 200, 0))
 FAILS_FOR_TEN = failed((10, 0, 100), (10, 20, 80), (40, 0, 100))
 BLOCKS_FOR_TWELVE = blocked((10, 0.01), (12, 0.3), (38, 0.01))
+FIVE_TIMES = slowed((10, 1), (50, 5))
 HANGS: Callable[..., str] = lambda begin, minutes: " ".join(  # noqa: E731
     ["_"] * (2 * begin) + [str(30 * i) for i in range(2 * minutes)] + ["stale"]
 )
@@ -199,3 +207,20 @@ SCENES: dict[str, Scene] = {
 }  # fmt: skip
 PAIRS = ("slow for ten minutes", "fails for ten minutes", "an error", "30 % for three minutes")
 """Seen by two replicas of a Prometheus, too."""
+A_DAY_LATER: dict[str, Scene] = {
+    "five times": (FIVE_TIMES, {SLOWED: (12, 14, 60, END)}),
+    "five times, scraped each minute": (each_minute(FIVE_TIMES), {SLOWED: (12, 14, 60, END)}),
+    "five times, its exporter restarts": (restarted(FIVE_TIMES), {SLOWED: (12, 14, 60, END)}),
+    "five times, of few loads": (slowed((10, 1), (50, 5), loads=6), {SLOWED: (12, 14, 60, END)}),
+    "five times, of too few": (slowed((10, 1), (50, 5), loads=2), {}),
+    "five times for a minute": (slowed((10, 1), (1, 5), (49, 1)), {}),
+    "five times for a minute, scraped each minute": (each_minute(slowed((10, 1), (1, 5), (49, 1))), {}),
+    "five times for ten minutes": (slowed((10, 1), (10, 5), (40, 1)), {SLOWED: (12, 14, 23, 26)}),
+    "five times for four of eleven minutes": (
+        slowed((10, 1), *((4, 5), (7, 1)) * 4, (6, 1)), {SLOWED: (12, 14, 17, 60)},
+    ),
+    "five times, and replaced": (slowed((10, 1), (5, 5), (45, 1)) | replaced(15), {SLOWED: (12, 14, 14, 16)}),
+    "three times": (slowed((10, 1), (50, 3)), {}),
+    "one load of 30 s among few": (slowed((10, 1), (0.5, 50), (49.5, 1), loads=6), {}),
+}  # fmt: skip
+"""A day before, loads took 0.2 s."""

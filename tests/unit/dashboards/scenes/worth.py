@@ -115,7 +115,7 @@ SCENES = {
         ),),
         ended=paces("0+90x100 9000+3x300"), idle=paces("500+0x400", "500+0x400", "500+0x400"),
         quiet=(
-            paces("0+12x400"),  # four times
+            paces("0+10.5x400"),  # 3.5 times
             paces("0+90x400", "0+3000000x400"),  # of more tokens
             paces("0+0.9x400", loads="0+1x400"),  # few
             paces("0+90x400", loads="0+1000x400", tokens="0+100000x400"),  # still short
