@@ -4,7 +4,7 @@ What a class does when it is built is not known here.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -62,12 +62,17 @@ def validate(
     """
     configuration, mistakes = config.validate(extra)
     checked = Validated(configuration, policy, mistakes=mistakes)
-    if configuration.options.isolate and policy != "recompute":
-        found = f"found {policy!r}, and loads of the connectors in {PATH}.kvobs.isolate may fail"
-        fix = f'set it to "recompute" {_ON_TOP}'
-        checked.mistakes.append(Finding(_POLICY, found, "'recompute'", fix))
-    if configuration.options.verify.fail:
-        checked.mistakes += _why_not_failed(configuration.options, policy)
+    options, place = configuration.options, f"{PATH}.kvobs"
+    if options.verify.fail and options.verify.share is None:
+        text, fix = "is not set, and verify.fail is: nothing is compared", "set it, or remove fail"
+        checked.mistakes.append(Finding(f"{place}.verify.share", text, "a share above 0 and up to 1", fix))
+    for needs_it, why in (
+        (options.isolate, f"loads of the connectors in {place}.isolate may fail"),
+        (options.verify.fail, f"{place}.verify.fail lets loads fail"),
+    ):
+        if needs_it and policy != "recompute":
+            text, fix = f"found {policy!r}, and {why}", f'set it to "recompute" {_ON_TOP}'
+            checked.mistakes.append(Finding(_POLICY, text, "'recompute'", fix))
     effective = policy if policy == "recompute" else "fail"
     entries = extra.get("connectors")
     entries = entries if isinstance(entries, list | tuple) else ()
@@ -115,20 +120,6 @@ def find_classes(
     for spec in checked.specs:  # of the others the router warns at the first synchronous load
         if spec.index in unsafe and loads_synchronously(spec.connector_class):
             checked.warnings.append(unsafe[spec.index])
-
-
-def _why_not_failed(options: Options, policy: object) -> list[Finding]:
-    """Return the mistakes because of which loads with wrong bytes can't be computed."""
-    found = list[Finding]()
-    if options.verify.share is None:
-        text = "is not set, and verify.fail is: nothing is compared"
-        found.append(
-            Finding(f"{PATH}.kvobs.verify.share", text, "a share above 0 and up to 1", "set it, or remove fail")
-        )
-    if policy != "recompute":
-        text = f"found {policy!r}, and {PATH}.kvobs.verify.fail lets loads fail"
-        found.append(Finding(_POLICY, text, "'recompute'", f'set it to "recompute" {_ON_TOP}'))
-    return found
 
 
 def path_of(index: int) -> str:
@@ -197,23 +188,22 @@ def _unknown_key(where: str, key: str, keys: list[str]) -> Finding:
     return unknown("key", where, key, keys, f"remove it; options of the connector itself belong in its {PATH}")
 
 
-def misplaced(entry: Mapping[str, Any], path: str) -> list[Finding]:
-    """Return a warning for each key within an entry's extra configuration that belongs elsewhere."""
-    found, extra = list[Finding](), entry.get(PATH)
+def misplaced(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
+    """Yield a warning for each key within an entry's extra configuration that belongs elsewhere."""
+    extra = entry.get(PATH)
     if not isinstance(extra, Mapping):
-        return found
+        return
     for key in extra:
-        where = _join(path, f"{PATH}.{key}")
+        text = fix = ""
         if key.startswith("kv_") and key in TransferConfig.model_fields:
             text = "has no effect here: vLLM reads it one level up only"
-            found.append(Finding(where, text, fix=f"move it out of {PATH}, beside kv_connector"))
+            fix = f"move it out of {PATH}, beside kv_connector"
         elif "connectors" in extra and key in Options.model_fields:
-            found.append(
-                Finding(where, "has no effect here: it is an option of kvobs", fix=f"move it into {PATH}.kvobs")
-            )
+            text, fix = "has no effect here: it is an option of kvobs", f"move it into {PATH}.kvobs"
         elif "connectors" in extra and key != "kvobs" and get_close_matches(key.lower(), ["kvobs"], cutoff=0.8):
-            found.append(Finding(where, "has no effect: nothing reads this key", fix="use 'kvobs'"))
-    return found
+            text, fix = "has no effect: nothing reads this key", "use 'kvobs'"
+        if text:
+            yield Finding(_join(path, f"{PATH}.{key}"), text, fix=fix)
 
 
 def clashing_layouts(needs: Mapping[str, str | None]) -> list[Finding]:

@@ -111,7 +111,7 @@ def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritt
     _check_entries(result)
     has_vllm = not is_rewritten and result.vllm is not None
     result.add(*rules.check_entries(result.config, is_stock=router is Router.STOCK, has_vllm=has_vllm))
-    result.add(rules.check_memory(result.config, flags.memory))
+    result.add(*rules.check_memory(result.config, flags.memory, flags.shared_memory))
     if result.vllm is None:
         result.off["classes"] = "vLLM is not installed here: connector classes were not checked"
     _check_telemetry(result, flags)
@@ -237,7 +237,7 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
 
 def _warn_of_start(exporter: ExporterOptions | None, flags: Flags) -> Iterator[Finding]:
     """Yield what can't work at the place where the engine is started."""
-    if flags.is_in_container and exporter is not None and not _is_seen(exporter):
+    if flags.is_in_container and flags.launcher != DYNAMO_VLLM and exporter is not None and not _is_seen(exporter):
         found = f"found host {exporter.host!r}, which nobody outside the pod or container reaches"
         yield Finding(f"{PATH}.kvobs.exporter", found, fix='add "host": "0.0.0.0", for Prometheus to scrape it')
     for port, whose in flags.nixl_taken.items():
@@ -311,7 +311,9 @@ def _check_effects(result: CheckResult, flags: Flags) -> None:
 
 def _refusal(path: Path) -> str | None:
     """Return why the engine could not write a log to a file; None if it can, or makes it."""
-    return "it is a folder" if path.is_dir() else None if path.parent.is_dir() else f"{path.parent} is missing"
+    if path.is_dir():
+        return "it is a folder"
+    return None if path.parent.is_dir() else f"{path.parent} is missing"
 
 
 def _note_options_that_are_off(result: CheckResult) -> None:

@@ -104,15 +104,16 @@ def _check_all(sources: list[Source], given: dict[str, Any], out: Console, shoul
         if source.place and not should_rewrite:
             out.print(Text(f"\n{source.place}\n", "bold"))
         if source.problem or source.unknown:
+            found = Finding("CONFIG", source.problem or source.unknown, fix=_FIX if source.problem else _PASTE)
             result = CheckResult(Router.NONE)
-            result.mistakes += [Finding("CONFIG", source.problem, fix=_FIX)] if source.problem else []
-            result.unknown += [Finding("CONFIG", source.unknown, fix=_PASTE)] if source.unknown else []
+            (result.mistakes if source.problem else result.unknown).append(found)
             _print_findings(out, result)
             out.print(verdict(result))
         else:
             ports = taken.setdefault(network := source.environment.get(NETWORK, ""), {})
             flags = flags_of(source.config, source.flags, source.environment, given=given, taken=ports)
-            result = (_rewrite if should_rewrite else _check)(source, flags, out)
+            with _environment(source.environment):
+                result = (_rewrite if should_rewrite else _check)(source, flags, out)
             for kind, its in (("the exporter's", result.ports), (f"{NIXL_PORT} of NixlConnector", flags.nixl)):
                 whose = f"{kind} of {source.place}, if both run on one host"
                 ports |= dict.fromkeys(its if network else (), whose)
@@ -136,25 +137,23 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _check(source: Source, flags: Flags, out: Console) -> CheckResult:
     """Check the text and print the results, then the classes and theirs, then the verdict."""
-    with _environment(source.environment):
-        result = check_text(source.config, flags)
-        result.add(warnings=source.warnings)
-        out.print(lay_out_text(result))
-        _print_findings(out, result)
-        printed_off, printed = list(result.off), [*result.warnings, *result.mistakes]
-        if result.vllm is not None:
-            with _quiet_import():
-                check_classes(result)
-            out.print(lay_out_classes(result, printed_off))
-            _print_findings(out, result, printed)
+    result = check_text(source.config, flags)
+    result.add(warnings=source.warnings)
+    out.print(lay_out_text(result))
+    _print_findings(out, result)
+    printed_off, printed = list(result.off), [*result.warnings, *result.mistakes]
+    if result.vllm is not None:
+        with _quiet_import():
+            check_classes(result)
+        out.print(lay_out_classes(result, printed_off))
+        _print_findings(out, result, printed)
     out.print(verdict(result), soft_wrap=True)
     return result
 
 
 def _rewrite(source: Source, flags: Flags, out: Console) -> CheckResult:
     """Print the configuration changed to use kvobs, which needs neither vLLM nor the connectors' libraries."""
-    with _environment(source.environment):
-        result = check_text(source.config, flags, is_rewritten=True)
+    result = check_text(source.config, flags, is_rewritten=True)
     result.add(warnings=source.warnings)
     _print_findings(out, result)
     if not result.mistakes:

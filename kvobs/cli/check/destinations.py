@@ -1,6 +1,7 @@
 """Say where metrics and spans go, and which of them are lost, for ``kvobs check``."""
 
 import os
+from urllib.parse import urlsplit
 
 from kvobs.export.destinations import Setup, case_of
 from kvobs.telemetry.payload.wire import exporter_url
@@ -37,7 +38,5 @@ def spans_go_to(setup: Setup, tracing: TracingSettings | None) -> str:
 
 
 def _without_secrets(endpoint: str) -> str:
-    address = endpoint.partition("?")[0]
-    scheme, separator, rest = address.rpartition("://")
-    place, slash, path = rest.partition("/")
-    return f"{scheme}{separator}{place.rpartition('@')[2]}{slash}{path}"
+    parts = urlsplit(endpoint)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

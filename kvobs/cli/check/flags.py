@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ NIXL_PORT, _DYNAMO_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT", "DYN_SYSTEM_PORT"
 CONTAINER = "kvobs container"
 """A mark among the variables of an engine whose container has a network without Prometheus."""
 MEMORY = "kvobs memory limit"  # such a mark, with the limit of the container's memory, as Kubernetes writes it
+SHARED = "kvobs shared memory limit"  # the same of its /dev/shm
 _NUMBERS = {
     *("port", "api-server-count", "data-parallel-size", "data-parallel-size-local", "data-parallel-rpc-port"),
     "pipeline-parallel-size",
@@ -50,6 +52,7 @@ class Flags:
     nixl_taken: Mapping[int, str] = field(default_factory=dict)  # those that another engine has, and whose they are
     is_in_container: bool = False
     memory: str = ""  # the most that the container may have, such as 64Gi
+    shared_memory: str = ""  # the size of its /dev/shm
 
 
 def options_of(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -130,7 +133,13 @@ def flags_of(
         {port: taken[port] for port in nixl if port in taken},
         CONTAINER in environment,
         environment.get(MEMORY, ""),
+        environment.get(SHARED, of_docker(beside.get("shm-size", ""))),
     )
+
+
+def of_docker(size: Any) -> str:
+    """Return a size such as 16gb as Kubernetes writes it."""
+    return re.sub(r"([kmgt])b?$", r"\1i", str(size).strip(), flags=re.IGNORECASE)
 
 
 def _conditions(options: Mapping[str, Any], environment: Mapping[str, str]) -> Conditions:

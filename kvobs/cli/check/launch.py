@@ -5,10 +5,8 @@ A shell's variable has the value that the same text assigns, or its default, one
 
 import json
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from kvobs.cli.check.flags import DYNAMO_VLLM, LAUNCHER, SIZE, options_of, require_numbers, with_offloading
@@ -21,6 +19,7 @@ HAS_OPTION = re.compile(r"(?:^|[\s\"'=(])--kv[-_](?:transfer[-_]config|offloadin
 STARTS_VLLM = re.compile(rf"\bvllm\s+serve\b|\bvllm\.entrypoints\b|\b{re.escape(DYNAMO_VLLM)}\b")
 UNKNOWN = re.compile(r"\$\([^)]*\)?|\$\{[^}]*\}?|\$\w+|`[^`]*`|\{\{.*?(?:\}\}|$)", re.DOTALL)
 """What a shell or a template replaces."""
+_FEW = 3  # of the unknown are named
 _NUMBER = re.compile(r'("(?:[^"\\]|\\.)*")|(?<![.\w])(\d+(?:\.\d+)?(?=[kmgt])|\d+)([kKmMgGtT])\b')
 _FACTORS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
 _JSON = "it needs double quotes around names and texts, and has no comments and no comma before a closing bracket"
@@ -31,7 +30,7 @@ class Source(NamedTuple):
     """One engine's configuration; vLLM's options beside it, by name without dashes, and the variables set for it.
 
     ``flags`` is empty if it stands alone; ``place`` is where it is in a file of several. One that can't be read has a
-    ``problem``, or, if it may be right, ``unknown``: what is not known here.
+    ``problem``, or, if it may be right, what is ``unknown`` here.
     """
 
     config: Mapping[str, Any] = {}
@@ -80,8 +79,9 @@ def read_json(text: str) -> tuple[Any, list[str]]:
 
 def require_known(what: str, text: str) -> None:
     """Raise ``NotKnownError`` if a text has parts that a shell or a template replaces."""
-    if names := dict.fromkeys(UNKNOWN.findall(text)):
-        raise NotKnownError(f"{what} has {', '.join(names)}, whose value is not known here")
+    if names := [*dict.fromkeys(UNKNOWN.findall(text))]:
+        more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+        raise NotKnownError(f"{what} has {', '.join(names[:_FEW])}{more}, whose value is not known here")
 
 
 def source_of(given: Any, flags: Mapping[str, Any], environment: Mapping[str, str], place: str) -> Source:
@@ -125,57 +125,65 @@ def read_words(words: Sequence[str], place: str, environment: Mapping[str, str])
 
 
 _ELSEWHERE = re.compile(r"\b(?:docker|kubectl|podman|srun|ssh)\b(?!.*--net(?:work)?[ =]host\b)")
-_SEPARATORS = ";&|\n"
-_ASSIGNMENT = re.compile(r"(?:Environment=|--env=)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_QUOTES = r"""'[^']*'|"(?:\\.|[^"\\])*\""""
-_PARTS = re.compile(rf"({_QUOTES})|\\(?:\r?\n|\Z)|(\\.)|(?<![^\s;&|()])#(?:\\\r?\n|[^\n])*", re.DOTALL)
-_ARRAY = re.compile(rf"""\b(\w+\+?=)\(((?:{_QUOTES}|[^()"'])*)\)""")
+_ASSIGNMENT = re.compile(r"(?:Environment=|--env=)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_PART = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|\\(\r?\n|.)""", re.DOTALL)
+_WORD = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\(?:\r\n|.)|\$\(|[^\s;&|()'"\\])+"""
+_TOKEN = re.compile(rf"([;&|\n]+)|\\\r?\n|#(?:\\\r?\n|[^\n])*|({_WORD})|([()])|(['\"])", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*|\{.*\}))?\})", re.DOTALL)
 
 
 def read_script(text: str, place: str, environment: Mapping[str, str]) -> Iterator[Source]:
     """Read the engines that a shell's line or script starts, or a unit of systemd."""
-    known, exported = dict[str, str](), dict(environment)
-    for command in _commands(text):
-        given = {match[1]: match[2] for word in command if (match := _ASSIGNMENT.fullmatch(word))}
-        known = {name: value for name, value in (known | given).items() if not UNKNOWN.search(value)}
-        if command[0] == "export" or command[0].startswith("Environment="):
-            exported |= given
+    known, exported, depth = dict[str, str | None](), dict(environment), 0
+    for command, is_guarded in _commands(text):
+        depth += (command[0] in ("if", "case")) - (command[0] in ("fi", "esac"))
         words = [substitute(word, known) for word in command]
+        given = {match[1]: match for word in command if (match := _ASSIGNMENT.fullmatch(word))}
+        values = {name: substitute(match[3], dict.fromkeys(known)) for name, match in given.items()}
+        if command[0] == "export" or command[0].startswith("Environment="):
+            exported |= values
         network = "" if _ELSEWHERE.search(" ".join(words)) else environment.get(NETWORK, f"of {place}")
-        variables = {**exported, **given, NETWORK: network}
+        variables = {**exported, **values, NETWORK: network}
         if any(map(HAS_OPTION.match, words)):
             yield from attempt(place, read_words, words, place, variables)
         for word in words:  # a line for another shell: bash -c, ssh
             if HAS_OPTION.search(word) and STARTS_VLLM.search(word) and " " in word:
                 yield from read_script(word, place, variables)
+        for name, value in values.items():
+            is_known = not (depth or is_guarded or given[name][2] or UNKNOWN.search(value))
+            known[name] = value if is_known else None
 
 
-def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command."""
-    text = _PARTS.sub(_part, text)
-    text = _ARRAY.sub(lambda match: f"{match[1]} {match[2]} ".replace("\n", " "), text)
-    lexer = shlex.shlex(text.replace("')", "' )"), posix=True, punctuation_chars=_SEPARATORS)  # a subshell's end
-    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
-    try:
-        for is_end, words in groupby(lexer, lambda word: bool(word) and set(word) <= set(_SEPARATORS)):
-            if not is_end:
-                yield list(words)
-    except ValueError as error:
-        if "<<" in text:
-            raise NotKnownError("the text has a here-document, which is not known here") from None
-        raise ValueError(f"the line has a quote that is not closed: {error}") from None
+def _commands(text: str) -> Iterator[tuple[list[str], bool]]:
+    """Yield the words of each command, and whether it depends on a test before it."""
+    words, is_guarded, in_array = list[str](), False, False
+    for token in _TOKEN.finditer(f"{text}\n;"):
+        end, word, bracket, quote = token.groups()
+        if quote and "<<" in text:
+            raise NotKnownError("the text has a here-document, which is not known here")
+        if quote:
+            raise ValueError("the line has a quote that is not closed")
+        if word:
+            words.append(_PART.sub(_unquoted, word))
+        elif bracket:
+            in_array = bracket == "(" and text[token.start() - 1] == "="
+        elif end and words and not in_array:
+            yield words, is_guarded
+            is_guarded = end in ("&&", "||") and words[-1] in ("]", "]]")
+            words = []
 
 
-def _part(match: re.Match[str]) -> str:
-    """Return a part of a shell's text as the shell reads it."""
-    if quoted := match[1]:
-        return quoted if quoted[0] == "'" else re.sub(r"\\\r?\n", "", quoted)
-    return match[2] or (" " if match[0][0] == "\\" else "")
+def _unquoted(part: re.Match[str]) -> str:
+    if part[2] is not None:
+        return re.sub(r'\\(?:\r?\n|(["\\]))', r"\1", part[2])
+    return part[1] or (part[3] or "").strip("\r\n")
 
 
-def substitute(text: str, known: Mapping[str, str]) -> str:
-    """Return a text with the known variables replaced, and the others that have a default."""
-    return _VARIABLE.sub(
-        lambda match: known.get(match[1] or match[2], match[0] if match[3] is None else match[3]), text
-    )
+def substitute(text: str, known: Mapping[str, str | None]) -> str:
+    """Return a text with the known variables replaced, and those that have a default; None is not known."""
+
+    def value(match: re.Match[str]) -> str:
+        found = known.get(match[1] or match[2], match[3])
+        return match[0] if found is None else found
+
+    return _VARIABLE.sub(value, text)

@@ -48,6 +48,7 @@ class LiveResult:
     facts: dict[str, dict[str, str]] = field(default_factory=dict)
     mistakes: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
+    unknown: tuple[Finding, ...] = ()
 
     def warn(self, path: str, found: str, fix: str) -> None:
         self.warnings.append(Finding(path, found, fix=fix))

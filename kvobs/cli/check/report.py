@@ -34,7 +34,7 @@ def lay_out_classes(result: CheckResult, printed: Collection[str] = ()) -> Group
 
 def lines(result: CheckResult | LiveResult, printed: Container[Finding] = ()) -> Iterator[Text]:
     """Yield a line for each finding that is not printed yet, with its fix."""
-    kinds = (("warning", "yellow", result.warnings), ("unknown", "cyan", _unknown(result)))
+    kinds = (("warning", "yellow", result.warnings), ("unknown", "cyan", result.unknown))
     for title, style, findings in (*kinds, ("mistake", "red", result.mistakes)):
         for finding in findings:
             if finding not in printed:
@@ -49,8 +49,8 @@ def lay_out_live(result: LiveResult) -> Group:
 
 def verdict(*results: CheckResult | LiveResult) -> Text:
     """Return the last line: the number of findings of each kind, and whether classes were left out."""
-    mistakes, warnings = (sum(len(getattr(each, kind)) for each in results) for kind in ("mistakes", "warnings"))
-    unknown = sum(len(_unknown(each)) for each in results)
+    kinds = ("mistakes", "warnings", "unknown")
+    mistakes, warnings, unknown = (sum(len(getattr(each, kind)) for each in results) for kind in kinds)
     parts = [count(mistakes, "mistake") if mistakes else "no mistakes"]
     if unknown:
         parts.append(f"{unknown} not known here")
@@ -63,26 +63,16 @@ def verdict(*results: CheckResult | LiveResult) -> Text:
     return Text(engines + ", ".join(parts) + gap, style=f"bold {color}")
 
 
-def _unknown(result: CheckResult | LiveResult) -> list[Finding]:
-    return result.unknown if isinstance(result, CheckResult) else []
-
-
 def as_dict(result: CheckResult) -> dict[str, Any]:
     """Return the output as plain data; None: unknown without building the connector, or without vLLM."""
+    same = ("vllm", "failure_policy", "tracing", "metrics_go_to", "spans_go_to", "off")
+    lists = ("connectors", "mistakes", "warnings", "unknown")
     return {
         "kvobs": __version__,
-        "vllm": result.vllm,
         "is_routed_by_kvobs": None if result.unknown else result.router is Router.KVOBS,
-        "connectors": [asdict(connector) for connector in result.connectors],
-        "failure_policy": result.failure_policy,
-        "tracing": result.tracing,
-        "metrics_go_to": result.metrics_go_to,
-        "spans_go_to": result.spans_go_to,
         "options": result.options.model_dump(mode="json"),
-        "off": result.off,
-        "mistakes": [asdict(finding) for finding in result.mistakes],
-        "warnings": [asdict(finding) for finding in result.warnings],
-        "unknown": [asdict(finding) for finding in result.unknown],
+        **{name: getattr(result, name) for name in same},
+        **{name: [asdict(each) for each in getattr(result, name)] for name in lists},
     }
 
 

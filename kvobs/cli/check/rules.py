@@ -6,7 +6,9 @@ or a way to correct it.
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import inf
 from typing import Any, NamedTuple
 
 from kvobs.cli.check import vllm_source
@@ -16,8 +18,9 @@ from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding, unknown
 
 _OPPOSITE = {"kv_producer": "kv_consumer", "kv_consumer": "kv_producer"}
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([kKMGT]?)(i?)")  # of Kubernetes
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(i?)", re.IGNORECASE)  # of Kubernetes
 _DEEPEST = 8  # routers within routers
+_NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 _MQ_TIMEOUT, _LONG_S = "lmcache.mp.mq_timeout", 10
 
 
@@ -31,7 +34,7 @@ def check_entries(whole: Mapping[str, Any], *, is_stock: bool, has_vllm: bool) -
 
     ``is_stock``: vLLM's own router is in the configuration as it is; ``has_vllm``: libraries must be installed here.
     """
-    findings = Findings([], misplaced(whole, ""))
+    findings = Findings([], [*misplaced(whole, "")])
     for path, entry in _walk(whole, ""):
         module = entry.get("kv_connector_module_path")
         if module is None and has_vllm:
@@ -108,40 +111,61 @@ def _same_class(whole: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(f"{PATH}.connectors[{i}].kv_connector", found, fix="route with kvobs, see --rewrite")
 
 
-def check_memory(whole: Mapping[str, Any], limit: str) -> Iterator[Finding]:
-    """Yield a mistake if connectors keep more in memory than a container's limit, such as 64Gi; empty: not known."""
-    extras = [entry.get(PATH) for _, entry in _walk(whole, "") if _name(entry) in _NUMBERS]
-    sizes = [extra.get("cpu_bytes_to_use") or 0 for extra in extras if isinstance(extra, Mapping)]
-    needed = sum(map(int, filter(_is_number, sizes)))
+def check_memory(whole: Mapping[str, Any], limit: str, shared_limit: str) -> Findings:
+    """Compare what connectors keep in memory with limits of the container, such as 64Gi; empty: not known.
+
+    vLLM refuses a /dev/shm that is too small: the blocks of tiers are there, and on NVIDIA's and Intel's GPUs all.
+    """
+    findings, kept = Findings([], []), {"": 0, _CPU: 0, _TIERING: 0}
+    for _, entry in _walk(whole, ""):
+        extra, name = entry.get(PATH), _name(entry)
+        if name in _NUMBERS and isinstance(extra, Mapping) and _is_number(size := extra.get("cpu_bytes_to_use")):
+            spec = str(extra.get("spec_name", _CPU)) if name == "OffloadingConnector" else ""
+            kept[spec] = kept.get(spec, 0) + int(size or 0)
+    total, shared, room = sum(kept.values()), kept[_CPU] + kept[_TIERING], _bytes(shared_limit)
+    fix = "raise the limit, or lower cpu_bytes_to_use"
+    if total > _bytes(limit):
+        text = f"found {limit}, while connectors keep {total:,} bytes in memory: the kernel would end the engine"
+        findings.mistakes.append(Finding("resources.limits.memory", text, fix=fix))
+    text = f"found {shared_limit}, while OffloadingConnector keeps {shared:,} bytes there: vLLM refuses that"
+    if kept[_TIERING] > 2 * room:  # the file has a whole number of chunks
+        findings.mistakes.append(Finding("/dev/shm", text, fix=fix))
+    elif shared > room:
+        findings.warnings.append(Finding("/dev/shm", f"{text} on most GPUs", fix=fix))
+    return findings
+
+
+def _bytes(limit: str) -> float:
     found = _QUANTITY.fullmatch(limit)
-    if found and needed > float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index((found[2] or " ").upper()):
-        text = f"found {limit}, while connectors keep {needed:,} bytes in memory: the kernel would end the engine"
-        yield Finding("resources.limits.memory", text, fix="raise the limit, or lower cpu_bytes_to_use")
+    return float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " ") if found else inf
 
 
+_SIMPLE = "SimpleCPUOffloadConnector"
 _NUMBERS = {
     "OffloadingConnector": ("cpu_bytes_to_use", "block_size", "blocks_per_chunk", "store_threshold"),
-    "SimpleCPUOffloadConnector":
-        ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "disk_capacity_bytes", "disk_buffer_slots"),
-}  # fmt: skip
+    _SIMPLE: ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "disk_capacity_bytes", "disk_buffer_slots"),
+}
+_ONLY_SIMPLE = (*_NUMBERS[_SIMPLE][1:], "lazy_offload", "kv_offload_backend", "disk_path", "use_page_cache")
 _SMALL = 1 << 20
 _EXAMPLE = "such as 10737418240 for 10 GiB"
 _CPU, _TIERING = "CPUOffloadingSpec", "TieringOffloadingSpec"
+_Wrong = tuple[bool, Finding]
+"""Whether it is a mistake, and the finding at an option's name."""
 
 
 def _check_own_options(findings: Findings, entry: Mapping[str, Any], path: str) -> None:
-    extra = entry.get(PATH) or {}
-    name = _name(entry)
-    if name is None or not isinstance(extra, Mapping):
-        return
-    place = f"{path}.{PATH}"
-    for key in _NUMBERS.get(name, ()):
-        if not _is_number(extra.get(key, 0)):
-            kind = f"found a value of type {type(extra[key]).__name__}"
-            fix = "write the number alone, without a unit"
-            findings.mistakes.append(Finding(f"{place}.{key}", kind, "a whole number", fix))
-    if check := CHECKS.get(name):
-        check(findings, extra, place)
+    extra, name = entry.get(PATH) or {}, _name(entry)
+    if name is not None and isinstance(extra, Mapping):
+        numbers = [key for key in _NUMBERS.get(name, ()) if not _is_number(extra.get(key))]
+        found = [_wrong_type(key, extra[key], "a whole number", "write it without a unit") for key in numbers]
+        found += _of_offloading(extra) if name == "OffloadingConnector" else _of_others(name, extra)
+        for is_mistake, each in found:
+            at = replace(each, path=f"{path}.{PATH}.{each.path}")
+            (findings.mistakes if is_mistake else findings.warnings).append(at)
+
+
+def _wrong_type(key: str, value: Any, allowed: str, fix: str) -> _Wrong:
+    return True, Finding(key, f"found a value of type {type(value).__name__}", allowed, fix)
 
 
 def _is_number(value: Any) -> bool:
@@ -153,60 +177,60 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _check_offloading(findings: Findings, extra: Mapping[str, Any], place: str) -> None:
-    spec, size = extra.get("spec_name", _CPU), extra.get("cpu_bytes_to_use")
-    specs = sorted(vllm_source.offloading_specs() or {_CPU, _TIERING})
+def _of_offloading(extra: Mapping[str, Any]) -> Iterator[_Wrong]:
+    spec, tiers = extra.get("spec_name", _CPU), extra.get("secondary_tiers", [])
+    specs = sorted(vllm_source.registered("v1/kv_offload/factory.py") or {_CPU, _TIERING})
     if spec not in specs:
         if extra.get("spec_module_path") is None:
             otherwise = "set spec_module_path to the module of that class"
-            findings.mistakes.append(unknown("spec", f"{place}.spec_name", str(spec), specs, otherwise))
+            yield True, unknown("spec", "spec_name", str(spec), specs, otherwise)
         return  # a class from elsewhere has other options
+    yield from _size(extra, extra.get("cpu_bytes_to_use"))
+    for key in _ONLY_SIMPLE:
+        if key in extra:
+            yield False, Finding(key, f"has no effect: only {_SIMPLE} reads it", fix=f"remove it, or use {_SIMPLE}")
+    if spec == _TIERING:
+        yield from _unknown_tiers(tiers)
+    elif tiers:
+        text = f"has no effect: only {_TIERING} has tiers, and spec_name is {spec!r}"
+        yield False, Finding("secondary_tiers", text, fix=f'add "spec_name": "{_TIERING}"')
+
+
+def _size(extra: Mapping[str, Any], size: Any) -> Iterator[_Wrong]:
     if not size:
         fix = f'add "cpu_bytes_to_use", {_EXAMPLE}'
         if "num_cpu_blocks" in extra:
             fix = f"replace num_cpu_blocks, which older vLLMs had, by cpu_bytes_to_use, {_EXAMPLE}"
         elif misspelt := difflib.get_close_matches("cpu_bytes_to_use", extra, 1, 0.9):
             fix = f"rename {misspelt[0]!r}, which has no effect"
-        findings.mistakes.append(Finding(f"{place}.cpu_bytes_to_use", "is missing", fix=fix))
+        yield True, Finding("cpu_bytes_to_use", "is missing", fix=fix)
     elif _is_number(size) and int(size) < _SMALL:
         text = "is less than 1 MiB, room for no KV block: nothing will be offloaded"
-        findings.warnings.append(Finding(f"{place}.cpu_bytes_to_use", text, fix=f"give bytes, {_EXAMPLE}"))
-    if spec != _TIERING and extra.get("secondary_tiers"):
-        text = f"has no effect: only {_TIERING} has tiers, and spec_name is {spec!r}"
-        findings.warnings.append(Finding(f"{place}.secondary_tiers", text, fix=f'add "spec_name": "{_TIERING}"'))
+        yield False, Finding("cpu_bytes_to_use", text, fix=f"give bytes, {_EXAMPLE}")
 
 
-def _check_simple_offload(findings: Findings, extra: Mapping[str, Any], place: str) -> None:
-    if "disk_path" in extra and extra.get("kv_offload_backend", "cpu") == "cpu":
+def _unknown_tiers(tiers: Any) -> Iterator[_Wrong]:
+    known = sorted(vllm_source.registered("v1/kv_offload/tiering/factory.py"))
+    if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
+        yield _wrong_type("secondary_tiers", tiers, "a list of objects", "write a list of objects")
+        return
+    for i, tier in enumerate(tiers):
+        kind, otherwise = tier.get("type"), "use one of them, or set module_path to the module of that class"
+        if known and kind not in known and not (kind and tier.get("module_path")):
+            yield True, unknown("tier", f"secondary_tiers[{i}].type", str(kind), known, otherwise)
+
+
+def _of_others(name: str, extra: Mapping[str, Any]) -> Iterator[_Wrong]:
+    """Yield what is ignored, refused without a name, or may block the scheduler for long, isolated or not."""
+    if name == _SIMPLE and "disk_path" in extra and extra.get("kv_offload_backend", "cpu") == "cpu":
         text = "has no effect: kv_offload_backend is 'cpu'"
-        findings.warnings.append(Finding(f"{place}.disk_path", text, fix='add "kv_offload_backend": "disk"'))
-
-
-def _check_nixl(findings: Findings, extra: Mapping[str, Any], place: str) -> None:
-    if isinstance(extra.get("backends"), str):
-        text = "found a value of type str"
-        findings.mistakes.append(Finding(f"{place}.backends", text, 'a list of names, such as ["UCX"]', "write a list"))
-
-
-def _check_lmcache(findings: Findings, extra: Mapping[str, Any], place: str) -> None:
-    """Warn about a setting by which one call may block the scheduler for long, whether or not it is isolated."""
+        yield False, Finding("disk_path", text, fix='add "kv_offload_backend": "disk"')
+    if name in _NIXL and isinstance(backends := extra.get("backends"), str):
+        yield _wrong_type("backends", backends, 'a list of names, such as ["UCX"]', "write a list")
     seconds = extra.get(_MQ_TIMEOUT, 300)
-    if _is_number(seconds) and int(seconds or 0) > _LONG_S:
+    if name == "LMCacheMPConnector" and _is_number(seconds) and int(seconds or 0) > _LONG_S:
         text = f"is {seconds} s: a call to a server that hangs blocks the engine as long, isolated or not"
-        findings.warnings.append(Finding(f"{place}.{_MQ_TIMEOUT}", text, fix=f"set it to {_LONG_S} or less"))
-
-
-def _check_mooncake_store(findings: Findings, extra: Mapping[str, Any], place: str) -> None:
-    if extra.get("enable_lookup", True) and not extra.get("lookup_async"):
+        yield False, Finding(_MQ_TIMEOUT, text, fix=f"set it to {_LONG_S} or less")
+    if name == "MooncakeStoreConnector" and extra.get("enable_lookup", True) and not extra.get("lookup_async"):
         text = "is false: a lookup waits for the store without a limit, and the engine with it, isolated or not"
-        fix = "set it to true, and limit it by kvobs.lookup_timeout_ms"
-        findings.warnings.append(Finding(f"{place}.lookup_async", text, fix=fix))
-
-
-CHECKS: Mapping[str, Callable[[Findings, Mapping[str, Any], str], None]] = {
-    "OffloadingConnector": _check_offloading,
-    "SimpleCPUOffloadConnector": _check_simple_offload,
-    "LMCacheMPConnector": _check_lmcache,
-    "MooncakeStoreConnector": _check_mooncake_store,
-    **dict.fromkeys(("NixlConnector", "NixlPullConnector", "NixlPushConnector"), _check_nixl),
-}
+        yield False, Finding("lookup_async", text, fix="set it to true, and limit it by kvobs.lookup_timeout_ms")

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from kvobs.cli.check import launch
-from kvobs.cli.check.flags import CONTAINER, DYNAMO_VLLM, LAUNCHER, MEMORY, RAY, SIZE
+from kvobs.cli.check.flags import CONTAINER, DYNAMO_VLLM, LAUNCHER, MEMORY, RAY, SHARED, SIZE, of_docker
 from kvobs.cli.check.launch import HAS_OPTION, NETWORK, OPTION, STARTS_VLLM, Source
 from kvobs.schema.config import PATH
 from kvobs.vllm_api.versions import MULTIPROCESS
@@ -22,6 +22,7 @@ from kvobs.vllm_api.versions import MULTIPROCESS
 _FIRST_OF_YAML = re.compile(r"""-{3}(\s|$)|-\s|["']?[\w./-]+["']?\s*:(\s|$)|\{\{""")
 _FIRST_OF_SHELL = re.compile(r"\[[\w:]+\]$|\{\s+\w|\[\[?\s+[-!$\w]")  # or of a unit of systemd
 _IS_CONFIG = re.compile(r"""(?ms)^\s*(?:\{.*"kv_connector|kv[-_](?:connector|transfer[-_]config)["']?\s*:)""")
+_IS_FLOW = re.compile(r"\s*\{\s*kv_connector:\s")  # of YAML, for another program than vLLM
 _KEYS = {"kv_connector", "kv_connector_module_path", "kv_role", PATH}
 """Each makes an object a configuration, which may lack the first."""
 
@@ -116,6 +117,8 @@ def _engines(node: Any, place: str, environment: Mapping[str, str]) -> Iterator[
         is_line = HAS_OPTION.search(node) and re.search(r"[=\s]", node.strip())
         if is_line or _IS_CONFIG.search(node):  # also a file in a ConfigMap, or the value of a patch
             yield from launch.attempt(place, parse, launch.substitute(node, {}), place, environment)
+        elif _IS_FLOW.match(node):
+            yield from launch.attempt(place, _read_yaml, launch.substitute(node, {}), place, environment)
     elif isinstance(node, list):
         words = [launch.substitute(str(word), {}) for word in node if isinstance(word, str | int | float)]
         if any(map(HAS_OPTION.match, words)):
@@ -144,17 +147,34 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
         environment = {**environment, **of_chart, **_variables(node)}
         if "image" in node and {"command", "args"} & node.keys() and node.get(NETWORK) != "host":
             environment[CONTAINER] = "1"
+        environment |= _limits(node, environment)
         match node:
-            case {"resources": {"limits": {"memory": str(limit)}}}:
-                environment[MEMORY] = limit
             case {"lmcacheConfig": {"enabled": True}}:
                 found = "the chart makes the configuration of lmcacheConfig: give the output of `helm template`"
                 yield Source(place=place, unknown=found)
-        if isinstance(node.get("command"), list) and isinstance(node.get("args"), list):
+        if _list(node.get("command")) and _list(node.get("args")):
             node = {**node, "command": None, "args": [*node["command"], *node["args"]]}
         for key, value in node.items():
             if key != "annotations":  # kubectl keeps a copy of the manifest there
                 yield from _engines(value, f"{place}.{key}".lstrip("."), environment)
+
+
+def _limits(node: Mapping[Any, Any], known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the limits of memory that a container or a service of compose has, and those of a pod's volumes."""
+    for each in (node, *_list(node.get("volumes")), *_list(node.get("volumeMounts"))):
+        match each:
+            case {"resources": {"limits": {"memory": str(limit)}}}:
+                yield MEMORY, limit
+            case {"shm_size": size}:
+                yield SHARED, of_docker(size)
+            case {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": limit}}:
+                yield f"{SHARED} of {name}", str(limit)
+            case {"name": name, "mountPath": "/dev/shm"}:
+                yield SHARED, known.get(f"{SHARED} of {name}", "")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _variables(node: Mapping[Any, Any]) -> dict[str, str]:
@@ -163,7 +183,7 @@ def _variables(node: Mapping[Any, Any]) -> dict[str, str]:
     for given in (value for key, value in node.items() if re.search("env", str(key), re.IGNORECASE)):  # extraEnvVars
         if isinstance(given, dict):
             out |= inner if isinstance(inner := given.get("env_vars"), dict) else given  # of Ray's runtime_env
-        for each in given if isinstance(given, list) else []:
+        for each in _list(given):
             if isinstance(each, dict) and "value" in each:
                 out[each.get("name")] = each["value"]
             elif isinstance(each, str) and "=" in each:

@@ -24,9 +24,9 @@ def vllm_version() -> str | None:
     return None if folder() is None else match[1] if match else "?"
 
 
-def offloading_specs() -> frozenset[str]:
-    """Return the names that are valid as an OffloadingConnector's ``spec_name``; plugins may register more."""
-    return frozenset(_REGISTERED.findall(_text("v1/kv_offload/factory.py")))
+def registered(path: str) -> frozenset[str]:
+    """Return the names that a factory of vLLM registers; plugins may register more."""
+    return frozenset(_REGISTERED.findall(_text(path)))
 
 
 def transfer_keys() -> frozenset[str]:

@@ -70,6 +70,14 @@ def pod(container: str) -> str:
     return f"{kind}spec: {{template: {{spec: {{containers: [{{name: vllm, image: v, {container}}}]}}}}}}\n"
 
 
+def shared(size: str, connector: str) -> str:
+    """Return a pod with a connector and this much shared memory."""
+    mount = "volumeMounts: [{name: shm, mountPath: /dev/shm}]"
+    volumes = f"volumes: [{{name: shm, emptyDir: {{medium: Memory, sizeLimit: {size}}}}}]"
+    return pod(f"args: {args(K, connector)}, {mount}").replace("containers:", f"{volumes}, containers:")
+
+
+TIERS = CPU.replace('{"cpu', '{"spec_name": "TieringOffloadingSpec", "cpu')
 K = "--kv-transfer-config"
 # Text, number of engines, words of each finding.
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -131,6 +139,13 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "default": (f"vllm serve m {K} ${{KV:-'{OURS}'}}", 1, ()),
     "port's default": (f"vllm serve m --port ${{PORT:-9464}} {K} '{router(CPU, kvobs=EXPORTER)}'", 1, (AT_PORT,)),
     "set twice over": (f"ROLE=kv_both\nKV='{NIXL.replace('kv_both', '$ROLE')}'\nvllm serve m {K} \"$KV\"", 1, ("--kv-transfer-config has $KV, whose",)),
+    "default of itself": (f"PORT=${{PORT:-9464}}\nvllm serve m --port $PORT {K} '{router(CPU, kvobs=EXPORTER)}'", 1, (AT_PORT,)),
+    "a branch": (f"if [ $1 ]; then KV='{NIXL}'; else KV='{CPU}'; fi\nvllm serve m {K} \"${{KV:-{{}}}}\"", 1, ("has ${KV:-{}, whose",)),
+    "a case": (f"KV='{NIXL}'\ncase $1 in\n a) KV='{CPU}';;\nesac\nvllm serve m {K} $KV", 1, ("has $KV, whose",)),
+    "a test": (f"KV='{NIXL}'\n[[ $A && $B ]] && KV='{CPU}'\nvllm serve m {K} $KV", 1, ("has $KV, whose",)),
+    "appended": (f"KV='{NIXL[:-1]}'\nKV+='}}'\nvllm serve m {K} $KV", 1, ("has $KV, whose",)),
+    "many unknown": (f"vllm serve m {K} $A$B$C$D$E", 1, ("has $A, $B, $C and 2 more, whose",)),
+    "flow mapping": ('env: {KV: "{kv_connector: NixlConnector, kv_role: kv_both}"}\n', 1, (OFF,)),
     "computed": (f"KV=$(cat kv.json)\nvllm serve m {K} \"${{KV}}\"", 1, ("--kv-transfer-config has ${KV}, whose value is not known here, paste the JSON",)),
     "rewritten on the line": (f'vllm serve m {K} "$(kvobs check --rewrite stock.json)"', 1, ("has $(kvobs check --rewrite stock.json), whose value",)),
     "in parts": (f"vllm serve m {LINE} {K}.kv_role kv_both", 1, ("kv_role is a part of --kv-transfer-config, which is not known here",)),
@@ -157,6 +172,12 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "exporter in a pod, seen": (pod(f"args: {args(K, SEEN)}"), 1, ("listens on '0.0.0.0'",)),
     "memory": (pod(f"resources: {{limits: {{memory: 9.5Mi}}}}, args: {args(K, CPU)}"), 1, ("found 9.5Mi, while connectors keep 10,000,000 bytes", OFF)),
     "memory that is enough": (pod(f"resources: {{limits: {{memory: 10M}}}}, args: {args(K, OURS)}"), 1, ()),
+    "shared memory": (shared("9Mi", CPU), 1, ("/dev/shm: found 9Mi, while OffloadingConnector keeps 10,000,000 bytes there: vLLM refuses that on most GPUs", OFF)),
+    "shared memory that is enough": (shared("10Mi", TIERS), 1, (OFF,)),
+    "shared memory, nearly enough": (shared("9Mi", TIERS), 1, ("refuses that on most GPUs", OFF)),
+    "shared memory of tiers": (shared("4Mi", TIERS), 1, ("there: vLLM refuses that, raise the limit", OFF)),
+    "shared memory in compose": (f"services: {{a: {{image: v, shm_size: 4mb, command: {args(K, TIERS)}}}}}\n", 1, ("found 4mi", OFF)),
+    "shared memory of docker": (f"docker run --gpus all --shm-size=4m v {K} '{TIERS}'", 1, ("found 4mi", OFF)),
     "exporter in a service": (f"services:\n  vllm:\n    image: v\n    network_mode: host\n    command: {args(K, UNSEEN)}\n", 1, ()),
     "units": (router(CPU, NIXL, kvobs='{"stuck_after_s": 60000, "slow_load_ms": 1}'), 1, ("60000 seconds", "1 milliseconds")),
     "env": (f"exec env KVOBS_ENABLE=1 python3 -m vllm.entrypoints.openai.api_server --model m {K}='{STOCK}'", 1, ()),

@@ -10,6 +10,7 @@ import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvobs.cli.check import vllm_source
 from kvobs.connectors.known import ELSEWHERE, LIBRARIES, REMOVED, RENAMED
@@ -19,7 +20,8 @@ from kvobs.connectors.sync_loads import ASYNC_ONLY
 def test_the_version_and_the_names_are_vllms() -> None:
     assert vllm_source.vllm_version() == vllm.__version__
     assert vllm_source.transfer_keys() == {field.name for field in dataclasses.fields(KVTransferConfig)}
-    assert vllm_source.offloading_specs() == OffloadingSpecFactory._registry.keys()
+    for path, factory in (("", OffloadingSpecFactory), ("tiering/", SecondaryTierFactory)):
+        assert vllm_source.registered(f"v1/kv_offload/{path}factory.py") == factory._registry.keys()
 
 
 def test_the_tables_agree_with_vllms_names() -> None:
@@ -46,4 +48,4 @@ def test_a_source_that_is_not_as_expected_has_no_names(text: str | None, another
     if text is not None:
         (another / "config").mkdir()
         (another / "config" / "kv_transfer.py").write_text(text)
-    assert vllm_source.transfer_keys() == vllm_source.offloading_specs() == frozenset()
+    assert vllm_source.transfer_keys() == vllm_source.registered("v1/kv_offload/factory.py") == frozenset()
