@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from prometheus_client.samples import Sample
 from rich.box import SIMPLE_HEAD
@@ -118,6 +119,8 @@ def time_line(rows: Iterable[ConnectorTotals]) -> str:
 
 
 def source_line(tokens: Mapping[str, int]) -> str:
+    """Return a line with the share of each source; they add up to 100 %."""
     whole = sum(tokens.values())
-    parts = ", ".join(f"{round(100 * count / whole) if whole else 0} % {words}" for words, count in tokens.items())
+    ends = [round(100 * end / max(1, whole)) for end in accumulate(tokens.values(), initial=0)]
+    parts = ", ".join(f"{end - begin} % {words}" for words, (begin, end) in zip(tokens, pairwise(ends), strict=True))
     return f"Of {whole:,} prompt tokens: {parts}."

@@ -1,5 +1,6 @@
 """The parts of `kvobs demo`, each on its own; the whole of it runs in tests/engine/test_demo.py."""
 
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -229,6 +230,14 @@ def test_the_report_says_where_prompt_tokens_came_from() -> None:
         "Of 1,000 prompt tokens: 25 % computed, 50 % in vLLM's own cache, 25 % loaded by the connectors."
     )
     assert report.source_line(dict.fromkeys(tokens, 0)).startswith("Of 0 prompt tokens: 0 %")
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=4).filter(any))
+def test_shares_of_tokens_add_up_to_100_and_are_within_one_percent(counts: list[int]) -> None:
+    line = report.source_line({f"source {i}": count for i, count in enumerate(counts)})
+    shares = [int(share) for share in re.findall(r"(\d+) %", line)]
+    assert sum(shares) == 100
+    assert all(abs(share - 100 * n / sum(counts)) <= 1 for share, n in zip(shares, counts, strict=True))
 
 
 def shown(rows: list[report.ConnectorTotals]) -> str:
