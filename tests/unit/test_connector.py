@@ -67,7 +67,7 @@ def test_children_are_the_real_objects_and_recording_leaves_no_trace_on_them(rig
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_a_bad_configuration_fails_at_start_in_both_roles_and_at_the_question_for_the_layout(
+def test_a_bad_configuration_fails_at_start_in_both_roles_and_when_layouts_are_asked(
     role: KVConnectorRole,
 ) -> None:
     config = engine_config(transfer_config("kvobs", [child_config(Script("a"))], {"load_policy": "best"}))
@@ -103,17 +103,6 @@ def test_children_of_workers_without_handshakes_get_none(router: str) -> None:
     assert [worker.get_handshake_metadata() for worker in rig.workers] == [None]
     rig.connector.set_xfer_handshake_metadata_pp_aware({})
     assert [("set_xfer_handshake_metadata", {}) in script.calls for script in (a, b)] == [True, True]
-
-
-def test_the_wrapper_and_the_children_have_metadata_bound_during_a_step_only(rig: Rig) -> None:
-    worker = rig.workers[0]
-    assert not worker.has_connector_metadata()
-    worker.bind_connector_metadata(rig.scheduler.schedule().kv_connector_metadata)
-    assert worker.has_connector_metadata()
-    assert all(child.has_connector_metadata() for child in worker._connectors)
-    worker.clear_connector_metadata()
-    assert not worker.has_connector_metadata()
-    assert not any(child.has_connector_metadata() for child in worker._connectors)
 
 
 def test_inherited_code_sees_which_child_loads_a_request(rig: Rig) -> None:

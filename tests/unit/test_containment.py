@@ -315,7 +315,7 @@ class Exposed:
                 self.found.add(name)
 
 
-def test_what_runs_outside_of_every_seam_is_known(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
+def test_code_outside_of_every_seam_is_known(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
     exposed = Exposed()
     with instrumented(exposed.point):
         story = Story(monkeypatch)

@@ -141,7 +141,7 @@ def test_options_of_kvobs_beside_those_of_the_connector_are_kvobss(monkeypatch: 
     assert extra["kvobs"] == {"report": True}
 
 
-def test_what_has_a_router_or_no_connector_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_with_a_router_or_without_a_connector_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENABLE_VARIABLE, "1")
     plugin.register()
     assert resolved(None) is None

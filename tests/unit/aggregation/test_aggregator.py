@@ -317,19 +317,6 @@ def test_failures_without_a_receipt_are_bounded_unless_a_load_is_open(monkeypatc
     assert result(aggregator, said(), said(finished_recving={"r"})).failed_recving == {"r"}
 
 
-@pytest.mark.usefixtures("in_production")
-def test_a_callback_that_raises_is_contained() -> None:
-    def fail(_: Stuck) -> None:
-        raise RuntimeError("mine")
-
-    clock = Clock()
-    aggregator = KVOutputAggregator(2, on_stuck=fail, clock=clock)
-    result(aggregator, said(finished_sending={"r", "q"}), said())
-    clock.now = 60
-    assert result(aggregator, said(), said(finished_sending={"r"})).finished_sending == {"r"}
-    assert faults.take() == {"record": 1}
-
-
 def test_the_result_has_the_fields_of_older_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aggregator, "_MISSING_FIELDS", {"failed_recving"})
     monkeypatch.setattr(aggregator, "KVConnectorOutput", dict)

@@ -23,9 +23,7 @@ from tests.support.lazy_device import LazyDevice, Stream, move
 
 @given(st.data(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([16, 100, 256, 4096]))
 @settings(max_examples=300)
-def test_every_byte_arrives_in_calls_one_after_the_other(
-    data: st.DataObject, eager: bool, pinned: bool, batched: bool, chunk_bytes: int
-) -> None:
+def test_every_byte_arrives(data: st.DataObject, eager: bool, pinned: bool, batched: bool, chunk_bytes: int) -> None:
     """Both ways in turns with the same buffers; any layout, any dtype, any ids; each layer its own."""
     device = LazyDevice(eager=eager, pinned=pinned, batched=batched, kernel=data.draw(st.sampled_from([None, move])))
     checks = []
@@ -65,9 +63,7 @@ SCATTERED = [(7, 0), (3, 2), (1, 4), (5, 6), (0, 7)]
         ({"batched": True}, {}, STAGED),
     ],
 )
-def test_each_path_is_taken_and_right(
-    has: dict[str, Any], limits: dict[str, int], calls: list[str], direction: Any
-) -> None:
+def test_each_path_copies_right(has: dict[str, Any], limits: dict[str, int], calls: list[str], direction: Any) -> None:
     """Staged: five blocks of three layers, 15 x 64 bytes, in chunks of four."""
     device, layers = LazyDevice(**has), dense(8)
     with on(device, **limits):
@@ -132,9 +128,7 @@ def test_prepared_buffers_are_those_of_the_first_copy() -> None:
         ({}, {"chunk_bytes": 511}, True),  # three
     ],
 )
-def test_the_host_waits_for_what_is_queued_where_it_must(
-    has: dict[str, Any], limits: dict[str, int], waits: bool, stays: bool
-) -> None:
+def test_the_host_waits_where_it_must(has: dict[str, Any], limits: dict[str, int], waits: bool, stays: bool) -> None:
     """A third chunk has to wait for the first; else the host waits only for a source that may change at return."""
     device = LazyDevice(**has)
     with on(device, **limits):
@@ -164,9 +158,7 @@ UPLOAD, DIRECTLY = Copier._upload, Copier._directly
         (LazyDevice, "wait", lambda *_: None, {}, "equal"),
     ],
 )
-def test_a_mistake_in_the_use_of_streams_and_memory_is_found(
-    where: Any, name: str, mistake: Any, has: dict[str, Any], says: str
-) -> None:
+def test_a_mistake_with_streams_is_found(where: Any, name: str, mistake: Any, has: dict[str, Any], says: str) -> None:
     """By words of the stand-in or by bytes that are not equal."""
     device = LazyDevice(**has)
     with on(device), pytest.MonkeyPatch.context() as patch:

@@ -153,7 +153,7 @@ def test_without_pages_the_reasons_are_named_and_a_bad_page_is_left_out(folder: 
     box.close()
 
 
-def test_one_that_ends_well_says_so_while_its_page_is_there() -> None:
+def test_a_process_that_ends_well_says_so_while_its_page_is_there() -> None:
     box = begin()
     box.words[black_box.ENDED] = 1
     assert described()[0]["state"] == "ended well"

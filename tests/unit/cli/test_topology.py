@@ -98,26 +98,6 @@ def test_a_row_is_a_read_and_all_of_it_fits_on_a_plain_terminal(pair: Pair) -> N
 
 
 @pytest.mark.parametrize(
-    ("pair", "says"),
-    [
-        ((4, 16, 2, 16, 8, False), "8 KV heads, no copies; 2 prefill ranks to a decode rank; blocks of 16 tokens."),
-        ((1, 1, 1, 1, 1, False), "1 KV head, no copies; 1 prefill rank to a decode rank; blocks of 1 token."),
-        ((8, 16, 2, 48, 4, False), "4 KV heads, each on 2 prefill ranks and 1 decode rank; 4 prefill ranks to a decode "
-                                   "rank; 3 prefill blocks of 16 tokens to a decode block."),
-        ((2, 16, 8, 16, 4, False), "4 KV heads, each on 1 prefill rank and 2 decode ranks; 4 decode ranks to a prefill "
-                                   "rank; blocks of 16 tokens."),
-        ((4, 16, 2, 16, 128, True), "MLA, the latent on 4 prefill ranks and 2 decode ranks; 2 prefill ranks to a "
-                                    "decode rank; blocks of 16 tokens."),
-    ],
-)  # fmt: skip
-def test_the_facts_of_engines_that_fit_are_in_words(pair: Any, says: str) -> None:
-    assert describe(Pair(Engine(*pair[:2]), Engine(*pair[2:4]), *pair[4:])) == says
-    for made in (lay_out, as_dict):
-        with pytest.raises(ValueError, match="--prefill-tp 3 with 8 KV heads"):
-            made(Pair(Engine(3, 16), Engine(1, 16), 8))
-
-
-@pytest.mark.parametrize(
     ("config", "expected"),
     [
         ({"num_key_value_heads": 8, "num_attention_heads": 32}, (8, False)),

@@ -82,9 +82,7 @@ def test_a_call_within_a_step_that_takes_long_is_reported_once_it_is_over(
 
 
 @pytest.mark.parametrize(("paused_ns", "spent_ns"), [(0, 10**10), (10**9, 9 * 10**9), (10**10 - 1, None)])
-def test_a_call_that_raises_after_long_is_a_slow_one_too(
-    paused_ns: int, spent_ns: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_raises_late_is_slow(paused_ns: int, spent_ns: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A timeout: another call would block as long. Pauses of the process do not count."""
     times = iter((0, 10**10))
     monkeypatch.setattr("kvobs.connectors.gate.perf_counter_ns", lambda: next(times))

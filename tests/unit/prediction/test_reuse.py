@@ -108,7 +108,7 @@ def estimated(prompts: Iterable[Prompt], sizes: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("trace", [zipf, chats, rag, one_system_prompt, nothing, scan])
-def test_the_share_of_a_cache_of_any_size_is_within_two_points_of_that_of_a_real_one(
+def test_shares_are_within_two_points_of_a_simulated_cache(
     trace: Callable[[random.Random], Iterator[Prompt]],
 ) -> None:
     prompts = list(trace(random.Random(1)))

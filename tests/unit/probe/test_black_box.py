@@ -35,7 +35,7 @@ def read(engine: str = "e") -> list[Page]:
     return [page for _, page in pages(Identity.of(config(engine)).pages())]
 
 
-def test_it_is_private_and_goes_when_it_is_closed(folder: Path) -> None:
+def test_a_page_is_private_and_goes_when_it_is_closed(folder: Path) -> None:
     box = begin()
     (path,) = folder.iterdir()
     assert (stat.S_IMODE(folder.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o400)
@@ -138,9 +138,7 @@ def test_the_connector_that_a_step_ends_with_is_not_blamed_for_an_exception_befo
 
 
 @pytest.mark.parametrize("mode", [0o777, None])
-def test_without_a_private_folder_calls_are_made_and_not_shown(
-    mode: int | None, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_folder_calls_are_made(mode: int | None, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     if mode is None:
         folder.symlink_to("/nowhere")
     else:
@@ -154,7 +152,7 @@ def test_without_a_private_folder_calls_are_made_and_not_shown(
     box.close()
 
 
-def test_what_is_no_page_is_not_read(folder: Path) -> None:
+def test_a_file_that_is_no_page_is_not_read(folder: Path) -> None:
     folder.mkdir()
     for name, content in (("empty", b""), ("short", b"x"), ("zeros", bytes(4096)), ("other", b"KVOBSBOX" + bytes(64))):
         (folder / f"{Identity.of(config('e')).pages()}-{name}.page").write_bytes(content)

@@ -16,7 +16,6 @@ from kvobs.clock import WALL_OFFSET
 from kvobs.connectors.child import Child
 from kvobs.probe import ring
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCall, LayerCalls, Stalls
-from kvobs.probe.pure import PureProbe
 from kvobs.probe.recorder import NEVER, SUM, CallEvent
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, locate
@@ -190,9 +189,7 @@ traced_steps = st.lists(
 
 @each_probe
 @given(st.sampled_from(sorted(CALLS)), traced_steps, st.booleans())
-def test_the_tracer_gets_slow_layers_and_a_summary(
-    kind: Kind, hook: str, plan: list[list[list[int]]], traces_all: bool
-) -> None:
+def test_tracer_gets_slow_layers_and_sums(kind: Kind, hook: str, plan: list[list[list[int]]], traces_all: bool) -> None:
     """The plan: by step, by layer, what each child takes."""
     tracer = Noting(traces_all)
     expected: list[CallEvent] = []
@@ -298,9 +295,7 @@ stalled_steps = st.lists(
 
 @each_probe
 @given(st.tuples(st.booleans(), st.booleans()), stalled_steps)
-def test_a_steps_wait_is_that_of_its_layers_and_other_hooks(
-    kind: Kind, has_layers: tuple[bool, bool], plan: list[Any]
-) -> None:
+def test_a_steps_wait_sums_its_layers_and_hooks(kind: Kind, has_layers: tuple[bool, bool], plan: list[Any]) -> None:
     """A wait for loads before the forward is one only where a synchronous load is due; no wait is not observed."""
     expected: dict[tuple[int, str], list[int]] = {}
     waits = Waits(kind, *has_layers)
@@ -331,12 +326,3 @@ def add(found: dict[tuple[int, str], list[int]], more: dict[tuple[int, str], tup
     for key, (count, total) in more.items():
         before = found.get(key, [0, 0])
         found[key] = [before[0] + count, before[1] + total]
-
-
-@pytest.mark.usefixtures("in_production")
-def test_faults_are_contained() -> None:
-    waits = Waits(PureProbe, True, True)
-    waits.layer("wait_for_layer_load", 1, 1)
-    waits.stalls._saves = None  # type: ignore[assignment]
-    assert waits.stalls.close_step(has_forward=True, has_sync_loads=True) == {}
-    assert faults.take()["record"] == 1

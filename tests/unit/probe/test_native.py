@@ -44,7 +44,7 @@ def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice() == Choice(False, reason)
 
 
-def test_one_that_can_not_be_loaded_is_named(tmp_path: Path) -> None:
+def test_a_library_that_can_not_be_loaded_is_named(tmp_path: Path) -> None:
     """As a library for another machine: the dynamic linker refuses it."""
     (tmp_path / "compiled.abi3.so").write_bytes(b"not ELF")
     program = (

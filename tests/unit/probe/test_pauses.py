@@ -81,7 +81,7 @@ def test_the_callback_is_there_once_and_goes_with_the_last_process_of_an_engine(
 @pytest.mark.parametrize(
     ("begin", "spent", "waited"), [(4, 50, 0), (5, 50, 27), (9, 50, 27), (10, 50, 20), (10, 15, 15), (99, 50, 20)]
 )
-def test_a_call_may_have_waited_for_a_core_since_the_look_before_it(
+def test_a_call_may_have_waited_for_a_core(
     begin: int, spent: int, waited: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = Pauses()

@@ -85,9 +85,7 @@ def test_a_call_that_raised_is_not_in_progress_in_the_black_box(kind: Kind) -> N
 
 @each_probe
 @pytest.mark.usefixtures("in_production")
-def test_a_call_whose_exception_can_not_be_noted_is_not_in_progress_either(
-    kind: Kind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_whose_exception_can_not_be_noted_is_over_as_well(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = recorder_of(kind, 1)
     monkeypatch.setattr(mine.box, "raised", Mock(side_effect=LookupError))
     with suppress(OSError):
@@ -111,9 +109,7 @@ def test_slow_calls_count_and_one_is_logged(kind: Kind, caplog: pytest.LogCaptur
     ]
 
 
-def test_a_call_that_may_have_waited_for_a_core_is_counted_and_not_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wait_for_a_core_is_not_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock(0, 70_000_000, 0, 70_000_000)
     mine = recorder_of(PureProbe, 1, slow_ns=50_000_000, names=("disk",), clock=clock)
     call = mine.timed(0, HOOK, lambda: None)
@@ -231,7 +227,7 @@ def test_cost_of_recording_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each_probe
 @given(st.integers(0, 200), st.integers(1, 200), st.booleans(), st.booleans())
-def test_the_tracer_gets_slow_and_failed_calls_or_each(
+def test_the_tracer_gets_slow_failed_or_all(
     kind: Kind, spent: int, slow_ns: int, fails: bool, traces_all: bool
 ) -> None:
     def child(subject: str) -> None:
@@ -269,9 +265,7 @@ def test_classes_of_errors_without_end_are_one_for_the_counts_and_for_the_tracer
     ("hook", "limit"), [("start_load_kv", 100), ("register_kv_caches", NEVER), ("reset_cache", NEVER)]
 )
 @each_probe
-def test_hooks_that_are_called_once_or_on_demand_are_never_slow(
-    kind: Kind, hook: str, limit: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hooks_called_once_are_never_slow(kind: Kind, hook: str, limit: int, caplog: pytest.LogCaptureFixture) -> None:
     tracer: Any = Noting()
     clock = Clock(0, min(limit, 2**61), 0, min(limit + 1, 2**61))
     mine = recorder_of(kind, 1, 100, ("disk",), listener=tracer, clock=clock)

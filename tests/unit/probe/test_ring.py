@@ -1,6 +1,5 @@
 """The last calls of a process are in the ring of its page, in their order, also if it is killed within a record."""
 
-import os
 import struct
 import threading
 import time
@@ -17,7 +16,7 @@ from kvobs.probe.black_box import Identity, Page, Record, pages
 from kvobs.probe.recorder import Recorder
 from kvobs.probe.ring import SIZE, pack, read, unpack
 from tests.support.probes import Kind, each_probe, recorder_of
-from tests.support.watched import NAMES, REMOTE, WRITERS, config, note, process
+from tests.support.watched import NAMES, REMOTE, WRITERS, config, note
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def page_of(engine: str = "e") -> Page:
 
 
 @given(st.integers(0, 2**30), st.integers(0, 2**30), st.booleans())
-def test_what_a_record_is_about_fits_in_a_word(call: int, calls: int, has_raised: bool) -> None:
+def test_the_subject_of_a_record_fits_in_a_word(call: int, calls: int, has_raised: bool) -> None:
     word = pack(call, calls, has_raised=has_raised)
     assert unpack(struct.unpack("q", struct.pack("q", word))[0]) == (call, calls, has_raised)
 
@@ -78,16 +77,6 @@ def test_a_record_that_a_killed_process_left_incomplete_is_not_read() -> None:
     assert page_of().records() == []
     note(box, REMOTE, "start_load_kv", 11, 2, calls=3)
     assert page_of().records() == [Record("remote", "start_load_kv", 11, 2, 3, False)]
-
-
-def test_the_calls_of_a_process_that_was_killed_stay(folder: Path) -> None:
-    with process("e", 1, "is killed") as forked:
-        os.waitpid(forked.pid, 0)
-    page = page_of()
-    assert (page.is_alive, page.has_ended_well) == (False, False)
-    assert [record[:2] for record in page.records()] == [("cpu", "start_load_kv")]
-    assert [call[:2] for call in page.calls()] == [("remote", "start_load_kv")]
-    assert len(list(folder.iterdir())) == 1
 
 
 @each_probe

@@ -41,9 +41,7 @@ def test_folder_and_file_are_the_users_own(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777, None])
-def test_a_folder_that_others_may_write_to_or_own_is_refused(
-    mode: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_others_is_refused(mode: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     folder.chmod(mode or 0o700)
     owner = folder.stat().st_uid
@@ -97,9 +95,7 @@ def test_a_file_is_removed_with_its_process_and_one_that_was_left_by_the_next(fo
     assert names(folder) == sorted([f"{old}.txt", f"{young}.page"])
 
 
-def test_the_file_of_a_killed_process_holds_what_it_wrote_and_the_next_start_removes_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_leaves_its_file_until_the_next_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import sys, time; from pathlib import Path; from kvobs.probe.ring_files import create\n"
         f"memory, _ = create(Path(sys.argv[1]), '0', {SIZE}, '.page'); memory[:4] = b'last'; print('up', flush=True)\n"

@@ -46,9 +46,7 @@ def test_no_options_at_all_are_a_valid_configuration() -> None:
         (TWO, ["OffloadingConnector"], ("OffloadingConnector", "OffloadingConnector-2")),
     ],
 )
-def test_given_names_come_first_and_the_rest_are_named_by_their_connector_numbered_when_repeated(
-    connectors: Any, given: list[str], names: tuple[str, ...]
-) -> None:
+def test_given_names_come_first_the_rest_get_numbers(connectors: Any, given: list[str], names: tuple[str, ...]) -> None:
     assert read({"connectors": connectors, "kvobs": {"names": given}}).names == names
 
 

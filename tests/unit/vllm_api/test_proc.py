@@ -72,9 +72,7 @@ def test_a_process_has_a_start_time_until_it_ends_even_if_nobody_has_asked_how()
         ("t", "0", "stopped"),
     ],
 )
-def test_a_process_whose_memory_is_being_freed_runs_no_more_and_a_signal_or_a_debugger_stops_one(
-    state: str, flags: str, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_or_ending_one_is_seen(state: str, flags: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proc, "stat", lambda _: ("name", [state, *["1"] * 5, flags]))
     assert (proc.is_ending(1), proc.is_stopped(1)) == (found == "ending", found == "stopped")
 

@@ -182,9 +182,7 @@ SHELL = ["sh", "-c", '"$@"; exit', ""]
     ("name", "between", "is_actor"),
     [("ray::ServeReplica", [], True), ("raylet", [], False), ("ray::JobSupervisor", SHELL, False)],
 )
-def test_an_actor_of_ray_that_builds_the_engine_is_recognised_by_its_name(
-    name: str, between: list[str], is_actor: bool
-) -> None:
+def test_an_actor_of_ray_that_builds_the_engine_is_recognised(name: str, between: list[str], is_actor: bool) -> None:
     """As Ray names its actors' processes; a job of Ray's starts `vllm serve` by a shell."""
     question = f"""if True:
         import sys

@@ -13,7 +13,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +105,7 @@ def test_a_server_that_does_not_answer_is_waited_for_once(address: str, monkeypa
         (["gpu-7:8000", "--interval", "0"], "--interval"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: list[str], says: str) -> None:
+def test_senseless_arguments_are_refused(arguments: list[str], says: str) -> None:
     result = top(*arguments)
     assert result.exit_code == 2
     assert says in " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", "", result.output).split())
@@ -227,17 +227,6 @@ def test_colours_are_left_out_where_they_are_not_wanted(engines: Engines, addres
     for env, wanted in (({}, True), ({"NO_COLOR": "1"}, False)):
         with terminal(str(KVOBS), "top", address, *QUICK, **env) as shown:
             assert bool(coloured.search(shown.wait_for("Quarantined", "q quit"))) is wanted
-
-
-def test_a_server_that_is_gone_is_tried_again(engines: Engines) -> None:
-    up = ExitStack()
-    address = up.enter_context(serving(engines))
-    with up, terminal(str(KVOBS), "top", address, *QUICK) as shown:
-        shown.wait_for("the last 0.2 s", "cpu")
-        up.close()
-        shown.wait_for("no answer: Connection refused")
-        with serving(engines, port=int(address.rpartition(":")[2])):
-            shown.wait_for("cpu", "the last 0.2 s", "cpu")
 
 
 def test_keys_of_no_terminal_are_none() -> None:

@@ -101,7 +101,7 @@ def test_engines_have_children_of_their_own_in_the_order_of_numbers_and_of_the_c
     assert [c.load_tokens_per_s for c in children] == [0] * 21 + [7]
 
 
-def test_what_kvobs_itself_costs_is_the_server_s() -> None:
+def test_the_cost_of_kvobs_is_the_servers() -> None:
     engines = Engines("cpu", engines=2)
     engines.send()
     before = engines.scrape(at_s=0)
@@ -211,7 +211,7 @@ def test_a_server_shows_how_much_of_its_prompts_was_used_before() -> None:
     assert server.half_within_tokens == pytest.approx(2048 + 2048 / 3)
 
 
-def test_what_vllm_says_of_its_requests_is_the_servers() -> None:
+def test_vllms_numbers_of_requests_are_the_servers() -> None:
     """Of all its engines; requests are as they are now, the time to the first token is that of the period."""
     engines, vllm = Engines("cpu", engines=2), Vllm(engines=2)
     engines.send()

@@ -15,11 +15,11 @@ from kvobs.cli.web import NoAnswerError, url_of
 from kvobs.schema import signals
 from kvobs.schema.signals import LOAD_DURATION, LOAD_TOKENS, LOADS, LOOKUPS
 from tests.support.payloads import stopped_clock
-from tests.support.top_engines import Engines, Vllm, answering, count, exporting, serving
+from tests.support.top_engines import Engines, answering, count, exporting, serving
 from tests.support.top_rows import ERRORS, GAUGES, NOW_NS, RANKS, busy
 
 
-def test_what_kvobs_exposes_is_read_as_it_was_counted() -> None:
+def test_exposed_numbers_are_read_as_they_were_counted() -> None:
     engines = Engines("cpu", "disk", engines=2)
     engines.send(lambda recorder: count(recorder, 0, LOADS, 3, "async", "ok"))
     engines.send(lambda recorder: count(recorder, 1, LOADS, 4, "sync", "failed"), engine=1)
@@ -53,7 +53,7 @@ def test_any_text_is_read_or_refused(begin: str, text: str) -> None:
     assert all(map(math.isfinite, values))
 
 
-def test_what_is_no_number_is_not_there_and_labels_can_t_steer_a_terminal() -> None:
+def test_values_without_a_number_are_left_out_and_labels_can_not_steer_a_terminal() -> None:
     text = f'{LOADS.name} NaN\n{LOOKUPS.name}{{connector="\x1b[2Jred\\n"}} 1.0\n'
     assert parse(text) == {(LOOKUPS.name, frozenset({("connector", r"\x1b[2Jred\n")})): 1}
 
@@ -96,16 +96,6 @@ def test_an_exporter_shows_what_vllms_server_shows() -> None:
     unlike, like = ([replace(child, connector_class="") for child in row.connectors] for row in rows)
     assert unlike == like
     assert (rows[1].model, rows[1].kvobs_version, rows[1].vllm_version) == ("tiny", kvobs.__version__, "0.32.0")
-
-
-def test_vllms_own_metrics_are_read_with_kvobss() -> None:
-    engines, vllm = Engines("cpu"), Vllm()
-    engines.send()
-    vllm.send(running=3, waiting=2, first_tokens_s=[0.015])
-    with answering(200, engines.text + vllm.text) as url:
-        row = server_row("here", None, fetch(url))
-    assert (row.running, row.waiting) == (3, 2)
-    assert 0.01 < (row.ttft_p50_s or 0) < 0.02
 
 
 def test_an_exporter_is_shown_with_its_vllm() -> None:

@@ -122,7 +122,7 @@ def test_a_bad_state_is_shown_in_red_with_its_age_where_something_hangs(row: Con
     assert red == f"cpu{says.partition(', gain')[0].strip().replace(', ', '')}"
 
 
-def test_of_several_servers_each_has_a_number() -> None:
+def test_each_of_several_servers_has_a_number() -> None:
     down = Server("localhost:8001", error="for 12 s: no answer: Connection refused")
     two = replace(SERVER, address="localhost:8002", connectors=(replace(CPU, engine="0"), replace(CPU, engine="1")))
     lines = shown([SERVER, down, two], 80)
