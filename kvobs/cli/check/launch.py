@@ -126,6 +126,7 @@ def read_words(words: Sequence[str], place: str, environment: Mapping[str, str])
 
 _ELSEWHERE = re.compile(r"\b(?:docker|kubectl|podman|srun|ssh)\b(?!.*--net(?:work)?[ =]host\b)")
 _ASSIGNMENT = re.compile(r"(?:Environment=|--env=)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_HERE_DOCUMENT = re.compile(r"""<<-?\s*(['"]?)(\w+)\1.*?^\s*\2$""", re.DOTALL | re.MULTILINE)
 _PART = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|\\(\r?\n|.)""", re.DOTALL)
 _WORD = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\(?:\r\n|.)|\$\(|[^\s;&|()'"\\])+"""
 _TOKEN = re.compile(rf"([;&|\n]+)|\\\r?\n|#(?:\\\r?\n|[^\n])*|({_WORD})|([()])|(['\"])", re.DOTALL)
@@ -157,10 +158,9 @@ def read_script(text: str, place: str, environment: Mapping[str, str]) -> Iterat
 def _commands(text: str) -> Iterator[tuple[list[str], bool]]:
     """Yield the words of each command, and whether it depends on a test before it."""
     words, is_guarded, in_array = list[str](), False, False
+    text = _HERE_DOCUMENT.sub("", text)
     for token in _TOKEN.finditer(f"{text}\n;"):
         end, word, bracket, quote = token.groups()
-        if quote and "<<" in text:
-            raise NotKnownError("the text has a here-document, which is not known here")
         if quote:
             raise ValueError("the line has a quote that is not closed")
         if word:
