@@ -195,7 +195,7 @@ test-prometheus: $(INSTALLED) promtool $(PROMETHEUS3)/usr/bin/prometheus ## Run 
 
 # Its clients of Docker too. The engine is Debian's; RUNLEVEL=1: it is not started when it is installed.
 PLUGINS := $(PROMETHEUS3)/usr/libexec/docker/cli-plugins/docker-compose
-$(PLUGINS): $(PROMETHEUS3)/usr/bin/prometheus
+$(PLUGINS): | $(PROMETHEUS3)/usr/bin/prometheus
 	cd $(PROMETHEUS3) && apt-get -q $(OF_SID) download docker-compose docker-buildx && for package in docker-*.deb; do dpkg -x $$package . || exit; done
 
 test-compose: $(INSTALLED) $(PLUGINS) ## Run docker-compose.yml on a Docker engine of its own: images, health, scrapes, rules, an alert

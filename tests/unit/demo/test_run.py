@@ -1,14 +1,81 @@
-"""The parts of a run of `kvobs demo` that a stack of containers needs; tests/compose has the whole."""
+"""The options of `kvobs demo` that a stack of containers needs."""
 
+import time
 import urllib.request
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
+from typing import Any, Self
 from unittest import mock
 from urllib.error import URLError
 
 import pytest
+from rich.console import Console
 
-from kvobs.demo import run, server
+from kvobs.demo import load, run, server
+from kvobs.demo.scenarios import FAULTS
+
+
+class FakeServer:
+    """Stands for a server, and ends the wait for Ctrl-C after two rounds."""
+
+    url = "http://127.0.0.1:8000"
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.arguments, self.named, self.looks = arguments, named, 0
+        self.kv_transfer_config = arguments[2] if arguments else None
+        FakeServer.last = self
+
+    last: "FakeServer"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def check_alive(self) -> None:
+        self.looks += 1
+        if self.looks > 2:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def demo_without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "Server", FakeServer)
+    monkeypatch.setattr(run, "make_model", lambda _folder: None)
+    for step in ("measure", "show_slowest_load", "look_further"):
+        monkeypatch.setattr(run.Demo, step, lambda *_arguments: None)
+
+
+@pytest.mark.usefixtures("demo_without_engine")
+@pytest.mark.parametrize("endpoint", [None, "http://otel-collector:4317"])
+def test_spans_go_to_the_collector_of_the_environment(endpoint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(run.ENDPOINT, raising=False)
+    if endpoint:
+        monkeypatch.setenv(run.ENDPOINT, endpoint)
+    run.Demo(Console(quiet=True), host="0.0.0.0").run()
+    *_, (option, sent_to), env = FakeServer.last.arguments
+    assert option == "--otlp-traces-endpoint"
+    assert FakeServer.last.named["host"] == "0.0.0.0"
+    assert (sent_to == endpoint) if endpoint else sent_to.startswith("http://127.0.0.1:")
+    assert ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL" in env) is (endpoint is None)
+
+
+@pytest.mark.usefixtures("demo_without_engine")
+@pytest.mark.parametrize(("port", "claimed", "used"), [(0, 0, 40000), (8000, 9464, 9464)])
+def test_exporters_listen_beside_servers(port: int, claimed: int, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "claim_port", {claimed: used}.__getitem__)
+    ended: list[str] = []
+    monkeypatch.setattr(run, "see_exporter_end", ended.append)
+    out = StringIO()
+    run.Demo(Console(file=out), port=port, host="0.0.0.0", exporter=True, fault=FAULTS["failing-connector"]).run()
+    config = FakeServer.last.arguments[2]
+    options = config["kv_connector_extra_config"]["kvobs"]
+    assert options["exporter"] == {"host": "0.0.0.0", "port": used}
+    assert (options["names"], options["isolate"]) == (list(run.NAMES), ["cpu"])
+    assert config["kv_load_failure_policy"] == "recompute"
+    assert f"kvobs's metrics are at http://127.0.0.1:{used}/metrics" in out.getvalue()
+    assert ended == [f"http://127.0.0.1:{used}/metrics"]
 
 
 def test_the_exporter_is_asked_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +93,12 @@ def test_an_exporter_that_gives_no_answer_is_named(monkeypatch: pytest.MonkeyPat
     made = server.Server(tmp_path, tmp_path / "log", config)
     with pytest.raises(server.ServerError, match=r"kvobs's exporter, http://127.0.0.1:\d+/metrics, gave no answer: "):
         run.readings(made)
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_the_load_is_repeated_if_wanted(repeat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_rounds = mock.Mock(return_value=[])
+    monkeypatch.setattr(load, "run_rounds", run_rounds)
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
+    run.Demo(Console(quiet=True), repeat=repeat, requests=20).wait_for_ctrl_c(FakeServer())  # type: ignore[arg-type]
+    assert [call.args[1] for call in run_rounds.call_args_list] == ([20, 20] if repeat else [])
