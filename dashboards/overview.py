@@ -33,7 +33,8 @@ def overview() -> Board:
             Section(
                 "",
                 [
-                    (5, list(zip((2, 2, 3, 2, 2, 2, 2, 3, 2, 2, 2), _verdicts(), strict=True))),
+                    (4, [(4, tile) for tile in _worst()]),
+                    (4, list(zip((5, 5, 5, 5, 4), _effects(), strict=True))),
                     (6, [(24, _connectors())]),
                     (8, [(14, engines()), (10, firing_alerts())]),
                 ],
@@ -50,10 +51,10 @@ def overview() -> Board:
     )
 
 
-def _verdicts() -> list[Panel]:
+def _worst() -> list[Panel]:
+    """Return the tiles that say where to look first."""
     failing = worst(f"({questions.failing_share(*by_engine)}) > 0")
     p99 = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_engine)
-    stall = SELECTION.quantile(0.99, signals.LOAD_STALL, *by_engine)
     return [
         number(
             "Alerts",
@@ -98,6 +99,52 @@ def _verdicts() -> list[Panel]:
             empty=looks.NO_DATA,
         ),
         number(
+            "Hangs",
+            About(
+                "Is anything hanging? The call that an engine has been in for longest, or the oldest lookup, load or "
+                "resume (loaded, not scheduled, and nothing is computed), and its age.",
+                "'Nothing hangs' is the normal state. Red from 10 s: the connector's state is then Hangs.",
+                "See KvobsCallHangs in the runbook; `kvobs timeline` shows what led to it.",
+                "Calls below a second are not shown, and ranks on other machines are not seen.",
+            ),
+            Query(worst(questions.hang_ages()), "{{connector}} {{hook}}{{kind}} {{instance}} {{rank}}"),
+            unit="s",
+            verdict=looks.HANG_SECONDS,
+            empty="Nothing hangs",
+        ),
+        number(
+            "Load p99",
+            About(
+                "The p99 of load durations, of the connector and engine with the highest.",
+                "Amber from 1 s, red from 5 s. The value is interpolated within a histogram bucket.",
+                "Compare with time to first token below; open Slow loads for traces of single loads.",
+                "A slow load does not delay a request that is waiting for another reason anyway.",
+            ),
+            Query(worst(f"({p99}) >= 0"), NAMED),
+            unit="s",
+            verdict=looks.LOAD_SECONDS,
+        ),
+        number(
+            "Scheduler time",
+            About(
+                "Share of time that the scheduler spends in calls into the connector, of the connector and engine with "
+                "the highest.",
+                "No step is scheduled in that time: all requests of the engine wait. Amber from 10 %, red from 50 %.",
+                "See which hook on the connector's board, row Scheduler; `lookup_timeout_ms` leaves lookups open.",
+                "While nothing is computed, the scheduler may only ask again for what is not there yet.",
+            ),
+            Query(worst(f"({questions.scheduler_share(*by_engine)}) >= 0"), NAMED),
+            unit="percentunit",
+            verdict=looks.SCHEDULER_SHARE,
+        ),
+    ]
+
+
+def _effects() -> list[Panel]:
+    """Return the tiles of how many are affected, and of what loads bring."""
+    stall = SELECTION.quantile(0.99, signals.LOAD_STALL, *by_engine)
+    return [
+        number(
             "Engines affected",
             About(
                 "Share of engines on which a connector fails: 5 % or more of its loads and exceptions.",
@@ -127,18 +174,6 @@ def _verdicts() -> list[Panel]:
             empty=looks.NO_DATA,
         ),
         number(
-            "Load p99",
-            About(
-                "The p99 of load durations, of the connector and engine with the highest.",
-                "Amber from 1 s, red from 5 s. The value is interpolated within a histogram bucket.",
-                "Compare with time to first token below; open Slow loads for traces of single loads.",
-                "A slow load does not delay a request that is waiting for another reason anyway.",
-            ),
-            Query(worst(f"({p99}) >= 0"), NAMED),
-            unit="s",
-            verdict=looks.LOAD_SECONDS,
-        ),
-        number(
             "Steps blocked",
             About(
                 "Time that model steps are blocked by synchronous loads: p99, of the connector and "
@@ -151,33 +186,6 @@ def _verdicts() -> list[Panel]:
             unit="s",
             verdict=looks.STALL_SECONDS,
             empty="No waits",
-        ),
-        number(
-            "Hangs",
-            About(
-                "Is anything hanging? The call that an engine has been in for longest, or the oldest lookup, load or "
-                "resume (loaded, not scheduled, and nothing is computed), and its age.",
-                "'Nothing hangs' is the normal state. Red from 10 s: the connector's state is then Hangs.",
-                "See KvobsCallHangs in the runbook; `kvobs timeline` shows what led to it.",
-                "Calls below a second are not shown, and ranks on other machines are not seen.",
-            ),
-            Query(worst(questions.hang_ages()), "{{connector}} {{hook}}{{kind}} {{instance}} {{rank}}"),
-            unit="s",
-            verdict=looks.HANG_SECONDS,
-            empty="Nothing hangs",
-        ),
-        number(
-            "Scheduler time",
-            About(
-                "Share of time that the scheduler spends in calls into the connector, of the connector and engine with "
-                "the highest.",
-                "No step is scheduled in that time: all requests of the engine wait. Amber from 10 %, red from 50 %.",
-                "See which hook on the connector's board, row Scheduler; `lookup_timeout_ms` leaves lookups open.",
-                "While nothing is computed, the scheduler may only ask again for what is not there yet.",
-            ),
-            Query(worst(f"({questions.scheduler_share(*by_engine)}) >= 0"), NAMED),
-            unit="percentunit",
-            verdict=looks.SCHEDULER_SHARE,
         ),
         number(
             "Tokens loaded",
