@@ -33,7 +33,7 @@ def _attribute(name: str, meaning: str) -> str:
 
 
 CONNECTOR = _attribute("kv_transfer.connector", "the connector's name")
-ERROR_TYPE = _attribute("error.type", "the exception's class, or load_failed")
+ERROR_TYPE = _attribute("error.type", "the exception's class, load_failed, or wrong_bytes")
 HOOK = _attribute("kv_transfer.hook", "vLLM's name of the hook")
 MODE = _attribute("kv_transfer.mode", "sync or async")
 OFFERED = _attribute(
@@ -66,6 +66,7 @@ SAVED = _attribute(
 WAITED = _attribute(
     "kv_transfer.waited", "seconds that the request waited: to the step that resumes it, or in the step of a sync load"
 )
+WRONG_BLOCKS = _attribute("kv_transfer.wrong_blocks", "loaded blocks with other bytes than were computed, on one rank")
 LAYER = _attribute("kv_transfer.layer", "index of the layer, in the order of calls in the step")
 LAYERS = _attribute("kv_transfer.layers", "number of layers called")
 LAYERS_DURATION = _attribute("kv_transfer.layers_duration", "total seconds of the calls of all layers")
@@ -96,13 +97,14 @@ LOOKUP = Span("kv.lookup", "scheduler", "from the first to the last lookup of a 
 LOAD = Span("kv.load", "scheduler", "from allocation to receipt on the last rank",
             CONNECTOR, signals.LOAD_DURATION, (MODE,))  # fmt: skip
 LOAD_RANK = Span("kv.load.rank", "worker", "one rank's part of a load: from its order to its receipt")
+LOAD_WRONG = Span("kv.load.wrong", "scheduler", "the moment in which a load was found to have brought wrong bytes")
 SAVE = Span("kv.save", "scheduler", "a promised save: from the request's end to the release of its blocks",
             CONNECTOR, signals.SAVE_HOLD)  # fmt: skip
 SAVE_RANK = Span("kv.save.rank", "worker", "one rank's part of a promised save: from its order to its end")
 CALL = Span("kv.call", "any", "one call into a connector that was slow or failed; with level calls, every call",
             HOOK, signals.CALL_DURATION, (HOOK,))  # fmt: skip
 
-SPANS: dict[str, Span] = {span.name: span for span in (LOOKUP, LOAD, LOAD_RANK, SAVE, SAVE_RANK, CALL)}
+SPANS: dict[str, Span] = {span.name: span for span in (LOOKUP, LOAD, LOAD_RANK, LOAD_WRONG, SAVE, SAVE_RANK, CALL)}
 """All kinds of spans, by name."""
 
 

@@ -49,6 +49,14 @@ class Stray(NamedTuple):
     request: str
 
 
+class WrongBlocks(NamedTuple):
+    """The number of a load's blocks that had wrong bytes on one rank."""
+
+    child: int
+    request: str
+    blocks: int
+
+
 class Slowest(NamedTuple):
     """The rank that took longest, and how much longer than the quickest."""
 

@@ -10,14 +10,14 @@ from kvobs.clock import wall_ns
 from kvobs.faults import contain, contained
 from kvobs.probe.black_box import SINCE, STEPS
 from kvobs.state.events import Annotator, ObservedRequest, Params, WorkerObserver
-from kvobs.state.transfers import ReportKind, Stuck
+from kvobs.state.transfers import ReportKind, Stuck, WrongBlocks
 from kvobs.telemetry.collector import Collector, FlushRule, Sink, divert
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
 from kvobs.telemetry.recorders import Recorders
 from kvobs.telemetry.tracing.trace_context import TraceContext
 from kvobs.telemetry.transfers.gains import Gains
 from kvobs.telemetry.transfers.open_transfers import OpenTransfers
-from kvobs.telemetry.verify.sample import BlockSample, NotedBlock, VerifyOrders, WrongBlocks
+from kvobs.telemetry.verify.sample import BlockSample, NotedBlock, VerifyOrders
 from kvobs.telemetry.verify.verifier import Verifier
 
 if TYPE_CHECKING:

@@ -184,6 +184,7 @@ OF_THREADS = (*OF_EXPORTER, "probe.pauses:")
 
 OF_OTHER_STORIES = (
     "telemetry.requests.request_reports:Reports.noted",
+    "telemetry.tracing.request_traces:Traces.noted",
     "telemetry.verify.sample:BlockSample.noted",
     "telemetry.transfers.peers:",
     "telemetry.transfers.quarantines:",

@@ -11,9 +11,8 @@ from kvobs.faults import contained
 from kvobs.state.events import ObservedRequest, Observer, Params
 from kvobs.state.offers import LookupResult
 from kvobs.state.request_report import RequestReport
-from kvobs.state.transfers import Gain, Load, Save
+from kvobs.state.transfers import Gain, Load, Save, WrongBlocks
 from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, KEY, REPORT, into_params
-from kvobs.telemetry.verify.sample import WrongBlocks
 
 ASKED = "asked"
 """In a report, whether the client asked for it. A report forwarded by a prefill engine counts as asking for one."""

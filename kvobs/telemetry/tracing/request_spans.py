@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from kvobs.schema import spans
 from kvobs.schema.spans import Reason, Record, Span, Value
 from kvobs.state.offers import NO_RESULT, LookupResult
-from kvobs.state.transfers import Gain, Load, Save
+from kvobs.state.transfers import Gain, Load, Save, WrongBlocks
 from kvobs.telemetry.tracing.journal import AT_MOST, Journal
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, TraceContext, external_id, new_span_id
 
-LOAD_FAILED = "load_failed"
+LOAD_FAILED, WRONG_BYTES = "load_failed", "wrong_bytes"
 
 
 @dataclass(slots=True)
@@ -41,6 +41,7 @@ class Trace:
     ended_ns: int = 0
     is_slow: bool = False  # a lookup was, or failed
     active: Any = None  # OpenTelemetry's context, created on first use
+    load_id: str = ""  # the span of the last load
     handed_id: str = ""  # the first promised save's span, which a decode engine links to
 
     @property
@@ -155,6 +156,13 @@ class RequestSpans:
             (opened.trace.link.traceparent,) if opened.trace.link is not None else (),
         )
         self._write(head, spans.LOAD_RANK, load, of_ranks)
+
+    def got_wrong_blocks(self, trace: Trace, wrong: WrongBlocks, now_ns: int) -> None:
+        """Write that a load has brought wrong bytes; the span of the load may have been sent by now."""
+        attributes: dict[str, Value] = {spans.CONNECTOR: self._names[wrong.child], spans.WRONG_BLOCKS: wrong.blocks}
+        opened = Opened(trace, new_span_id(), trace.load_id or trace.above)
+        more = attributes | {spans.ERROR_TYPE: WRONG_BYTES}
+        self._journal.add([opened.record(spans.LOAD_WRONG, now_ns, now_ns, Reason.ERROR, more)])
 
     def saved(self, opened: Opened, child: int, save: Save, ended_ns: int) -> None:
         """Write the spans of a promised save that has ended."""

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kvobs.clock import wall_ns
 from kvobs.faults import contained
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema.spans import Reason
 from kvobs.state.events import ObservedRequest, Observer, Params
 from kvobs.state.offers import LookupResult
-from kvobs.state.transfers import Gain, Load, Save
+from kvobs.state.transfers import Gain, Load, Save, WrongBlocks
 from kvobs.telemetry.tracing import trace_context
 from kvobs.telemetry.tracing.call_spans import CallSpans, Parent
 from kvobs.telemetry.tracing.journal import Journal
@@ -133,6 +134,12 @@ class Traces(Observer):
     def admitted(self, request_id: str, load: Load) -> None:
         if (opened := self._open(request_id)) is not None:
             self._loads[request_id] = opened
+            opened.trace.load_id = opened.span_id
+
+    def noted(self, notes: Sequence[Any]) -> None:
+        for note in notes:
+            if isinstance(note, WrongBlocks) and (trace := self._traces.get(note.request)) is not None:
+                self._spans.got_wrong_blocks(trace, note, wall_ns())
 
     def load_ended(self, request_id: str, load: Load) -> None:
         if (opened := self._loads.pop(request_id, None)) is None:

@@ -59,14 +59,6 @@ class VerifyOrders(NamedTuple):
     loads: tuple[LoadedBlocks, ...]
 
 
-class WrongBlocks(NamedTuple):
-    """The number of a load's blocks that were wrong on one rank, for the scheduler's side."""
-
-    child: int
-    request: str
-    blocks: int
-
-
 class NotedBlock(NamedTuple):
     """The fingerprint of a block that one rank has computed, for the scheduler's side."""
 

@@ -12,10 +12,10 @@ from kvobs.faults import contained
 from kvobs.log import line, log, once
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.state.transfers import ReportKind
+from kvobs.state.transfers import ReportKind, WrongBlocks
 from kvobs.telemetry.verify.fingerprints import Fingerprints, Taken
 from kvobs.telemetry.verify.noted import Fingerprint, NotedBlocks, Outcome, compare_sent
-from kvobs.telemetry.verify.sample import Block, LoadedBlocks, NotedBlock, VerifyOrders, WrongBlocks
+from kvobs.telemetry.verify.sample import Block, LoadedBlocks, NotedBlock, VerifyOrders
 
 _OUTCOMES = {name: signals.slot(signals.VERIFIED_BLOCKS, name) for name in signals.VERIFIED_BLOCKS.labels["outcome"]}
 OPEN_AT_MOST = 4096  # loads; a rank need not report one whose request has ended

@@ -16,7 +16,7 @@ from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
 from kvobs.state.offers import LookupResult
-from kvobs.state.transfers import Gain, Load, Save
+from kvobs.state.transfers import Gain, Load, Save, WrongBlocks
 from kvobs.telemetry.observers import Composed
 from kvobs.telemetry.tracing import trace_context
 from kvobs.telemetry.tracing.journal import Journal
@@ -269,6 +269,23 @@ def test_loads_and_saves_outlive_their_request_and_their_spans_are_the_ones_hand
     assert to_workers == SAMPLED._replace(span_id=loaded.span_id)
     assert to_decode == SAMPLED._replace(span_id=saved.span_id)
     assert (saved.start_ns, saved.end_ns, saved.parent_id) == (3, 7, SAMPLED.span_id)
+
+
+@pytest.mark.parametrize("caller", [SAMPLED, UNSAMPLED], ids=["sampled", "unsampled"])
+def test_wrong_blocks_of_a_live_request_are_an_error_below_its_load(caller: TraceContext) -> None:
+    scheduler, asked = Scheduler(), request("r", {"traceparent": caller.traceparent})
+    scheduler.traces.of(asked)
+    scheduler.traces.admitted("r", Load(1, 16, True, 1))
+    above = scheduler.traces.of_load("r")
+    scheduler.traces.noted([WrongBlocks(1, "r", 3), WrongBlocks(1, "unknown", 1), "another observer's note"])
+    (record,) = [each for each in scheduler.written() if each.name == "kv.load.wrong"]
+    assert above is not None
+    assert (record.trace_id, record.parent_id, record.reason) == (caller.trace_id, above.span_id, Reason.ERROR)
+    found = {key: record.attributes[key] for key in ("kv_transfer.connector", "kv_transfer.wrong_blocks", "error.type")}
+    assert found == {"kv_transfer.connector": "cpu", "kv_transfer.wrong_blocks": 3, "error.type": "wrong_bytes"}
+    scheduler.traces.request_ended(asked)
+    scheduler.traces.noted([WrongBlocks(1, "r", 1)])
+    assert [each.name for each in scheduler.written() if each.name == "kv.load.wrong"] == []
 
 
 def test_a_load_is_written_when_it_is_weighed_or_its_request_ends() -> None:

@@ -7,10 +7,10 @@ import pytest
 
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.state.transfers import ReportKind
+from kvobs.state.transfers import ReportKind, WrongBlocks
 from kvobs.telemetry.verify import verifier
 from kvobs.telemetry.verify.fingerprints import Fingerprints
-from kvobs.telemetry.verify.sample import Block, LoadedBlocks, NotedBlock, VerifyOrders, WrongBlocks
+from kvobs.telemetry.verify.sample import Block, LoadedBlocks, NotedBlock, VerifyOrders
 from kvobs.telemetry.verify.verifier import OPEN_AT_MOST, Verifier
 from tests.support.layers import layers_of, random_cache
 
