@@ -1,7 +1,6 @@
 """Say where metrics and spans go, and which of them are lost, for ``kvobs check``."""
 
 import os
-from urllib.parse import urlsplit
 
 from kvobs.export.destinations import Setup, case_of
 from kvobs.telemetry.payload.wire import exporter_url
@@ -38,5 +37,7 @@ def spans_go_to(setup: Setup, tracing: TracingSettings | None) -> str:
 
 
 def _without_secrets(endpoint: str) -> str:
-    parts = urlsplit(endpoint)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+    address = endpoint.partition("?")[0]  # an endpoint of gRPC may have no scheme
+    scheme, separator, rest = address.rpartition("://")
+    place, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{place.rpartition('@')[2]}{slash}{path}"

@@ -82,7 +82,7 @@ def of_params(params: object) -> TraceContext | None:
     if not isinstance(params, Mapping) or KEY not in params:
         return None
     own = params[KEY]
-    if not isinstance(own, Mapping) or own.keys().isdisjoint((TRACEPARENT, REPORT, BLOCKS)):
+    if not isinstance(own, Mapping) or not any(field in own for field in (TRACEPARENT, REPORT, BLOCKS)):
         raise MalformedContextError
     return of_headers(own)
 
