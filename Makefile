@@ -26,7 +26,7 @@ PYENV := $(subst $() ,:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test faults test-probe wheels release test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions test-prometheus test-compose lint format mutants bench soak check-boards pictures dashboards docs hosts packages rdma redis promtool clean
+.PHONY: help install demo test faults test-probe wheels release test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions test-prometheus test-compose lint format mutants bench soak check-boards pictures dashboards docs site hosts packages rdma redis promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -157,6 +157,12 @@ dashboards: $(INSTALLED) ## Make boards, rules and manifests anew from the table
 
 docs: $(INSTALLED) ## Write the tables of README and docs/ anew from the tables of the code
 	$(BIN)/python -m docs
+
+SITE := build/site
+site: $(INSTALLED) ## Build README, docs/ and the runbook as a site into build/site/html; a link that leads nowhere fails
+	rm -rf $(SITE) && mkdir -p $(SITE)/source/dashboards
+	cp -r README.md LICENSE docs $(SITE)/source && cp -r dashboards/runbook.md dashboards/pictures $(SITE)/source/dashboards
+	NO_MKDOCS_2_WARNING=1 $(BIN)/uvx --quiet --from mkdocs==1.6.1 --with mkdocs-material==9.7.6 mkdocs build --quiet --strict -f docs/mkdocs.yml
 
 hosts: $(INSTALLED) ## Fetch the other vLLM versions that the contract tests import
 	$(BIN)/python tests/contract/hosts.py
