@@ -16,7 +16,7 @@ def test_calls_are_listed_below_the_one_that_made_them(capsys: pytest.CaptureFix
     assert lines[clear + 1] == "  KVConnectorBase_V1.clear_connector_metadata"
 
 
-def test_what_is_over_its_bar_is_marked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_over_their_bar_are_marked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     calls = [footprint.Call(f"<kvobs: {name}>", 1, name, 0) for name in ("a", "b", "b", "a")]
     monkeypatch.setattr(footprint, "path_of", lambda name, router: calls)
     monkeypatch.setattr(footprint, "BARS", {"build": footprint.Footprint(4, 2, 3)})

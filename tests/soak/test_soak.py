@@ -99,7 +99,7 @@ def test_growth_is_what_is_added_and_not_noise(level: int, noise: list[int], eac
     assert 0.5 * between <= objects <= between
 
 
-def test_what_must_not_be_is_reported() -> None:
+def test_each_breach_is_reported() -> None:
     leaky = [Sample(i, (100 + i) * MIB, 1_000 * i) for i in range(40)]
     assert Result("x", 5, memory={"flat": [Sample(i, 100 * MIB, 1_000) for i in range(40)]}).mistakes == []
     wrong = Result("x", 5, lost=2, doubled=1, memory={"leaky": leaky})
@@ -108,7 +108,7 @@ def test_what_must_not_be_is_reported() -> None:
     assert grown.startswith("leaky: grown by ")
 
 
-def test_what_orders_add_up_to() -> None:
+def test_orders_add_up() -> None:
     by_name = {order.name: order for order in ORDERS}
     counts = expected(Counter({by_name["loads between steps"]: 3, by_name["has bad blocks"]: 2, by_name["saves"]: 1}))
     assert counts["kvobs_loads_total/async/ok"] == 3

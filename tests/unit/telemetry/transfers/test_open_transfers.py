@@ -50,7 +50,7 @@ def test_requests_that_wait_for_ranks_share_a_line(requests: int, named: str, ca
     assert recorder.take().opened == [[signals.STUCK_TRANSFERS.name, 1, "1", requests]]
 
 
-def test_what_is_young_is_not_stuck(caplog: pytest.LogCaptureFixture) -> None:
+def test_young_transfers_are_not_stuck(caplog: pytest.LogCaptureFixture) -> None:
     ledger, recorder = Ledger(), Recorder(2)
     ledger.propose("r", (0, True))
     ledger.admit("r", 16, RANKS)
@@ -83,7 +83,7 @@ def test_a_failed_load_that_is_stuck_in_aggregation_is_its_owners(caplog: pytest
     assert recorder.take().opened == [[signals.STUCK_TRANSFERS.name, 1, rank, 1] for rank in ("0", "1")]
 
 
-def test_what_no_rank_reports_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_ranks_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger, recorder = Ledger(), Recorder(2)
     half_loaded(ledger, 1)
     for request in ("a", "b", "young"):
