@@ -341,6 +341,13 @@ JOINT_FAULTS = (
         "        block = len(caches[0]) * (cache.nbytes // cache.shape[dims[layer]])\n",
         f"{UNIT}/connectors/test_block_copies.py",
     ),
+    JointFault(
+        "a block from a prefill engine is compared with the fingerprint of any of its ranks",
+        "kvobs/telemetry/verify/verifier.py",
+        'block.sent.get(str(self._rank), "")',
+        'next(iter(block.sent.values()), "")',
+        f"{UNIT}/telemetry/verify/test_verifier.py",
+    ),
     # names of the configuration
     JointFault(
         "a link's speed is looked for under the connector's class",
