@@ -362,14 +362,19 @@ def check_classes(result: CheckResult) -> None:
             else:
                 connectors[spec.index].facts = facts
     _check_layouts(result)
-    for feature, fact, problem in (
-        ("hybrid KV cache manager", "supports_hma", False),
-        ("sleep mode", "supports_sleep_mode", False),
-        ("full CUDA graphs", "requires_piecewise", True),
+    for feature, fact, problem, effect in (
+        ("hybrid KV cache manager", "supports_hma", False, _WITHOUT_HYBRID),
+        ("sleep mode", "supports_sleep_mode", False, ""),
+        ("full CUDA graphs", "requires_piecewise", True, ""),
     ):
         lacking = [each.name for each in result.connectors if each.facts and getattr(each.facts, fact) is problem]
         if lacking:
-            result.off[feature] = f"not supported by {', '.join(lacking)}"
+            result.off[feature] = f"not supported by {', '.join(lacking)}{effect}"
+
+
+_WITHOUT_HYBRID = (
+    ": with it a model with sliding windows or Mamba keeps fewer tokens, half and less (vLLM's log, GPU KV cache size)"
+)
 
 
 def _check_layouts(result: CheckResult) -> None:
