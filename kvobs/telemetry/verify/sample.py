@@ -22,9 +22,10 @@ KEY_BYTES = 8
 HANDED_AT_MOST = 16  # blocks of a prompt whose fingerprints a decode engine gets
 
 _Key = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+_ByRank = Annotated[dict[str, Annotated[str, Field(max_length=64)]], Field(max_length=1024)]
 _HANDED = TypeAdapter(
     Annotated[
-        list[tuple[NonNegativeInt, NonNegativeInt, _Key, dict[str, str]]],  # group, position, key, by rank
+        list[tuple[NonNegativeInt, NonNegativeInt, _Key, _ByRank]],  # group, position, key, fingerprints
         Field(max_length=HANDED_AT_MOST),
     ]
 )

@@ -186,6 +186,23 @@ def test_params_of_any_kind_hand_nothing_over(value: Any) -> None:
     assert sample._handed == {}
 
 
+@pytest.mark.parametrize(
+    ("blocks", "taken"),
+    [
+        ([[0, 0, "0" * 16, FINGERPRINT]] * HANDED_AT_MOST, HANDED_AT_MOST),
+        ([[0, 0, "0" * 16, FINGERPRINT]] * (HANDED_AT_MOST + 1), 0),
+        ([[0, 0, "0" * 16, {"0": "x" * 65}]], 0),
+        ([[0, 0, "0" * 16, {str(rank): "" for rank in range(1025)}]], 0),
+        ([[0, 0, "0" * 18, FINGERPRINT]], 0),
+        ([[0, -1, "0" * 16, FINGERPRINT]], 0),
+    ],
+)
+def test_blocks_that_are_handed_over_are_bounded(blocks: Any, taken: int) -> None:
+    sample = BlockSample(1, CacheLayout((BLOCK,)), BLOCK)
+    sample.allocated(_request(BLOCK, [], {"kvobs": {"blocks": blocks}}), None, None, 0)  # type: ignore[arg-type]
+    assert len(sample._handed.get("a", [])) == taken
+
+
 def test_the_fingerprints_that_were_noted_first_are_forgotten() -> None:
     sample = BlockSample(1, CacheLayout((BLOCK,)), BLOCK)
     for number in range(BLOCKS_AT_MOST + 3):
