@@ -30,7 +30,7 @@ class NoEngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Docker:
-    """A client of an engine, in a folder of its own."""
+    """Runs commands of docker in a folder, against one engine."""
 
     folder: Path
     env: Mapping[str, str]

@@ -51,7 +51,7 @@ def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docker]:
 
 
 class Stack:
-    """A stack that is up, at ports of its own."""
+    """A running stack, with ports that nothing else uses."""
 
     def __init__(self, docker: Docker, **env: str) -> None:
         self.docker = docker

@@ -40,7 +40,7 @@ class FlakyMooncakeStore(MooncakeStoreConnector):
 
 
 class LateMooncakeStore(MooncakeStoreConnector):
-    """MooncakeStoreConnector whose store has taken nothing yet when it says so, while the file ``late`` is there."""
+    """A connector whose store acknowledges a put before it reads the blocks, while the file ``late`` exists."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

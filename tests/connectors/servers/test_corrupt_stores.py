@@ -74,10 +74,10 @@ class Files:
         return {path.name for path in self.folder.glob("*.data")}
 
     def fetch(self, names: Sequence[str]) -> None:
-        """Have them already."""
+        """Do nothing: the objects are files already."""
 
     def renew(self, names: Sequence[str]) -> None:
-        """Let the server forget what it has in memory."""
+        """Clear the server's cache in memory, so that it reads the files."""
         urllib.request.urlopen(f"http://{HOST}:{self._store.http_port}/cache/clear", b"", timeout=30).close()
 
 
