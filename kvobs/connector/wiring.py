@@ -12,7 +12,7 @@ from kvobs.connectors.block_copies import BlockCopies
 from kvobs.connectors.capacity import record_sizes
 from kvobs.connectors.child import Child
 from kvobs.connectors.configured import all_support_hma
-from kvobs.connectors.specs import BETWEEN_ENGINES, load_ends_save, name_among
+from kvobs.connectors.specs import between_engines, load_ends_save
 from kvobs.connectors.sync_loads import Conditions, async_only, unsafe_loads
 from kvobs.connectors.validation import Validated
 from kvobs.export.feed import Feed, feed_of
@@ -86,8 +86,8 @@ def scheduler_side(
     followers: list[Observer | None] = [OfferCounts(recorder, minimum), Outcomes(names, recorder)]
     followers += [SlowLoads(names, int(options.slow_load_ms * 1e6)), Quarantines(recorder)]
     followers += [recorders.traces, recorders.reports]
-    between_engines = [spec.index for spec in specs if name_among(spec.connector_class, BETWEEN_ENGINES)]
-    followers += [Peers(recorder, between_engines) if between_engines else None]
+    handing = [spec.index for spec in between_engines(specs)]
+    followers += [Peers(recorder, handing) if handing else None]
     followed = Composed(followers)
     gains = Gains(recorder, followed, *step_limits(vllm_config))
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
@@ -193,7 +193,7 @@ def _verifier(
         recorders.recorder,
         fingerprints,
         refuses=configuration.options.verify.fail,
-        hands_over=any(name_among(spec.connector_class, BETWEEN_ENGINES) for spec in validated.specs),
+        hands_over=any(spec.transfer_config.is_kv_producer for spec in between_engines(validated.specs)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,11 @@ class ChildSpec:
         config = copy.copy(parent)
         config.kv_transfer_config = self.transfer_config
         return config
+
+
+def between_engines(specs: Iterable[ChildSpec]) -> list[ChildSpec]:
+    """Return those of the connectors that hand KV from one engine to another."""
+    return [spec for spec in specs if name_among(spec.connector_class, BETWEEN_ENGINES)]
 
 
 def is_kvobs(connector_class: type) -> bool:

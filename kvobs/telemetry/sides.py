@@ -74,12 +74,8 @@ class SchedulerTelemetry(Annotator):
         except Exception:
             contain("flush")
         if self._sample is not None:
-            verify = self._orders_of(self._sample, output)
+            verify = self._sample.orders_of(output)
         return StepNote(flush, trace, verify) if flush or trace is not None or verify is not None else None
-
-    @contained("verify")
-    def _orders_of(self, sample: BlockSample, output: SchedulerOutput) -> VerifyOrders | None:
-        return sample.orders_of(output)
 
     def of_load(self, request_id: str) -> TraceContext | None:
         traces = self._recorders.traces
@@ -92,12 +88,8 @@ class SchedulerTelemetry(Annotator):
         if reports is not None:
             params = reports.finished(request, params) or params
         if self._sample is not None:
-            params = self._handed_over(self._sample, request, params) or params
+            params = self._sample.into_params(request, params) or params
         return params
-
-    @contained("verify")
-    def _handed_over(self, sample: BlockSample, request: ObservedRequest, params: Params | None) -> Params | None:
-        return sample.into_params(request, params)
 
     def received(self, stats: KVConnectorStats | None) -> None:
         """Receive the workers' stats of a step; they may have decided to send numbers."""

@@ -17,7 +17,7 @@ from vllm.distributed.kv_events import BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
 from kvobs import faults
-from kvobs.connector import wiring
+from kvobs.connectors import specs
 from kvobs.connectors.specs import STATED_BYTES
 from kvobs.probe.pauses import OF_PROCESS
 from kvobs.schema.signals import SIGNALS, Scope, Signal
@@ -121,7 +121,7 @@ def test_offers(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
 
 
 def test_loads_from_other_engines(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    monkeypatch.setattr(wiring, "BETWEEN_ENGINES", ("ScriptedConnector",))
+    monkeypatch.setattr(specs, "BETWEEN_ENGINES", ("ScriptedConnector",))
     a.offers["r"] = KV
     engine = Observed(monkeypatch, a, b)
     engine.rig.add("r", do_remote_prefill=True, remote_host="10.0.3.17", remote_port=5600)

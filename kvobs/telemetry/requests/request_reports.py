@@ -12,7 +12,7 @@ from kvobs.state.events import ObservedRequest, Observer, Params
 from kvobs.state.offers import LookupResult
 from kvobs.state.request_report import RequestReport
 from kvobs.state.transfers import Gain, Load, Save, WrongBlocks
-from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, KEY, REPORT, into_params
+from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, REPORT, field_of, into_params
 
 ASKED = "asked"
 """In a report, whether the client asked for it. A report forwarded by a prefill engine counts as asking for one."""
@@ -22,8 +22,7 @@ ENDING_AT_MOST = 256
 
 def asks(params: object) -> bool:
     """Return whether a client's ``kv_transfer_params`` ask for a report; malformed ones do not."""
-    own = params.get(KEY) if isinstance(params, Mapping) else None
-    report = own.get(REPORT) if isinstance(own, Mapping) else None
+    report = field_of(params, REPORT)
     return report is True or (isinstance(report, Mapping) and report.get(ASKED) is True)
 
 

@@ -95,6 +95,12 @@ def remote_of(params: object) -> dict[str, str]:
     return {key: value[:ID_AT_MOST] for key, value in named if isinstance(value, str) and value.isprintable()}
 
 
+def field_of(params: object, field: str) -> Any:
+    """Return a field of kvobs in ``kv_transfer_params``; None without one."""
+    own = params.get(KEY) if isinstance(params, Mapping) else None
+    return own.get(field) if isinstance(own, Mapping) else None
+
+
 def into_params(params: Mapping[str, Any] | None, field: str, value: object) -> dict[str, Any]:
     """Return ``kv_transfer_params`` with a field for a decode engine or a client; a connector's value there stays."""
     own = params.get(KEY, {}) if params is not None else {}

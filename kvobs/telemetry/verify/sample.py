@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
+import msgspec
+from msgspec import Meta
 
+from kvobs.faults import contained
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import ObservedRequest, Observer, Params
 from kvobs.state.offers import LookupResult
 from kvobs.state.transfers import Load
-from kvobs.telemetry.tracing.trace_context import BLOCKS, KEY, into_params
+from kvobs.telemetry.tracing.trace_context import BLOCKS, field_of, into_params
 from kvobs.telemetry.verify.noted import BLOCKS_AT_MOST
 
 if TYPE_CHECKING:
@@ -21,14 +23,11 @@ KEY_BYTES = 8
 """Bytes of vLLM's block hash that are compared with the share, and identify a block's content."""
 HANDED_AT_MOST = 16  # blocks of a prompt whose fingerprints a decode engine gets
 
-_Key = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
-_ByRank = Annotated[dict[str, Annotated[str, Field(max_length=64)]], Field(max_length=1024)]
-_HANDED = TypeAdapter(
-    Annotated[
-        list[tuple[NonNegativeInt, NonNegativeInt, _Key, _ByRank]],  # group, position, key, fingerprints
-        Field(max_length=HANDED_AT_MOST),
-    ]
-)
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+_ByRank = Annotated[dict[str, Annotated[str, Meta(max_length=64)]], Meta(max_length=1024)]
+_Handed = Annotated[list[tuple[_Count, _Count, _Key, _ByRank]], Meta(max_length=HANDED_AT_MOST)]
+"""Group, position, key, and fingerprints by rank of each block."""
 
 
 class Block(NamedTuple):
@@ -112,7 +111,7 @@ class BlockSample(Observer):
                 prompt = self._prompts[request.request_id] = _Prompt(sampled)
         if prompt is not None:
             self._unfilled[request.request_id] = prompt
-        if handed := _handed(request.kv_transfer_params):
+        if owner is not None and (handed := _handed(request.kv_transfer_params)):
             self._handed[request.request_id] = handed
 
     def admitted(self, request_id: str, load: Load) -> None:
@@ -139,6 +138,7 @@ class BlockSample(Observer):
                 if len(self._noted) > BLOCKS_AT_MOST:
                     del self._noted[next(iter(self._noted))]
 
+    @contained("verify")
     def into_params(self, request: ObservedRequest, params: Params | None) -> Params | None:
         """Return the params that a decode engine gets with the fingerprints of blocks that this engine has noted."""
         prompt = self._prompts.get(request.request_id)
@@ -157,6 +157,7 @@ class BlockSample(Observer):
         self._handed.pop(request.request_id, None)
         self._unfilled.pop(request.request_id, None)
 
+    @contained("verify")
     def orders_of(self, output: SchedulerOutput) -> VerifyOrders | None:
         """Return the orders for this step, if there are any."""
         noted = self._computed_in(output) if self._unfilled else []
@@ -201,11 +202,10 @@ class BlockSample(Observer):
 
 def _handed(params: object) -> list[Block]:
     """Return the blocks whose fingerprints are in ``kv_transfer_params``; none if they are malformed."""
-    own = params.get(KEY) if isinstance(params, dict) else None
-    if not isinstance(own, dict) or BLOCKS not in own:
+    if (sent := field_of(params, BLOCKS)) is None:
         return []
     try:
-        listed = _HANDED.validate_python(own[BLOCKS])
-    except ValidationError:
+        listed = msgspec.convert(sent, _Handed)
+    except msgspec.ValidationError:
         return []
     return [Block(bytes.fromhex(key), group, 0, position, by_rank) for group, position, key, by_rank in listed]

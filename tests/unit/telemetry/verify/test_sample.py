@@ -182,7 +182,7 @@ def test_a_decode_engine_gets_some_of_many_blocks() -> None:
 def test_params_of_any_kind_hand_nothing_over(value: Any) -> None:
     sample = BlockSample(1, CacheLayout((BLOCK,)), BLOCK)
     for params in (value, {"kvobs": value}, {"kvobs": {"blocks": value}}, {"kvobs": {"blocks": [value]}}):
-        sample.allocated(_request(BLOCK, [], params), None, None, 0)  # type: ignore[arg-type]
+        sample.allocated(_request(BLOCK, [], params), None, 0, BLOCK)  # type: ignore[arg-type]
     assert sample._handed == {}
 
 
@@ -199,7 +199,7 @@ def test_params_of_any_kind_hand_nothing_over(value: Any) -> None:
 )
 def test_blocks_that_are_handed_over_are_bounded(blocks: Any, taken: int) -> None:
     sample = BlockSample(1, CacheLayout((BLOCK,)), BLOCK)
-    sample.allocated(_request(BLOCK, [], {"kvobs": {"blocks": blocks}}), None, None, 0)  # type: ignore[arg-type]
+    sample.allocated(_request(BLOCK, [], {"kvobs": {"blocks": blocks}}), None, 0, BLOCK)  # type: ignore[arg-type]
     assert len(sample._handed.get("a", [])) == taken
 
 
