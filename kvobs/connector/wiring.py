@@ -16,6 +16,7 @@ from kvobs.connectors.specs import between_engines, load_ends_save
 from kvobs.connectors.sync_loads import Conditions, async_only, unsafe_loads
 from kvobs.connectors.validation import Validated
 from kvobs.export.feed import Feed, feed_of
+from kvobs.export.host_feed import HostFeed
 from kvobs.log import log
 from kvobs.probe.layer_calls import ARGUMENTS, Stalls
 from kvobs.probe.native import choice
@@ -157,12 +158,14 @@ def worker_side(
     blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
     is_stock = "block_copy" in validated.configuration.stock
     verifier = _verifier(recorders, validated, vllm_config, kv_cache_config)
-    telemetry = WorkerTelemetry(recorders, _collector(children, recorders), verifier)
+    rank, options = rank_of(vllm_config), validated.configuration.options
+    host = HostFeed(vllm_config, validated.specs, options, recorders.recorder.box, rank)
+    telemetry = WorkerTelemetry(recorders, _collector(children, recorders), verifier, host)
     targets = {hook: [child.layer_target(hook) for child in children if child.does(hook)] for hook in ARGUMENTS}
     stalls = Stalls(targets, recorders.recorder)
     side = WorkerSide(
         children=children,
-        rank=rank_of(vllm_config),
+        rank=rank,
         ids_are_unique=len(groups_of(kv_cache_config)) <= 1,
         copies=BlockCopies(recorders.recorder, blocks, is_stock=is_stock),
         waits=stalls,

@@ -35,6 +35,7 @@ class Setup:
     api_servers: int = 1
     has_multiprocess_metrics: bool = False  # whether the API servers read the metrics from files
     is_in_ray_actor: bool = False  # whether the metrics are Ray's
+    has_core: bool = True  # whether EngineCore is on this host
 
     @classmethod
     def of_engine(cls, options: Options, vllm_config: VllmConfig) -> Setup:
@@ -69,6 +70,9 @@ class Case(NamedTuple):
 
 
 CASES = (
+    Case(lambda setup: not setup.has_core, "ranks on several hosts",
+         "EngineCore is on another host, where nothing sees the calls and the end of the ranks here",
+         ("calls that hang", "ends"), "run all ranks on one host"),
     Case(lambda setup: setup.has_stats is False, "--disable-log-stats",
          "vLLM's stat logging is off (offline LLM(...) has it off by default)", NOWHERE, "turn stat logging on"),
     Case(lambda setup: setup.has_rust_frontend, f"environment variable {versions.RUST_FRONTEND}",

@@ -32,6 +32,8 @@ SHOWN_NS = 10**9
 HANGS_NS = UNWATCHED_NS = 10 * 10**9
 """After this time in one call it is logged; after this time without a look, ages of calls begin again."""
 LOOK_S, PAUSE_S = 1.0, 0.01
+IDLE_NS = 5 * 10**9
+"""vLLM hands the ranks of a host without EngineCore no step for 9 s before it kills them, to stop them."""
 AT_ONCE_S = 0.05
 """When stopped, vLLM kills an engine's processes within 1 ms; after one ended by itself, 186 ms later or more."""
 NOT_SEEN, STOPPED, UNKNOWN = "not seen", "stopped", "unknown"
@@ -54,7 +56,8 @@ class EngineWatch:
 
     def __init__(self, engine: EngineInfo, *, logs_end: bool = False) -> None:
         self._engine = engine.pages
-        self._ranks = engine.ranks
+        self._expected = (*([None] if engine.has_core else []), *engine.ranks)
+        self._parent = engine.parent
         self._logs_end = logs_end
         self._looked_ns = time.perf_counter_ns()
         self._stopped: dict[int | None, int] = {}  # rank -> when it was first seen to be stopped
@@ -99,7 +102,7 @@ class EngineWatch:
         """Return what each process is in, by its name."""
         calls = {call.rank: f"{call.hook} of {call.connector}" for call in reversed(self.calls())}
         steps = {page.rank: f"{page.words[STEPS]} steps" for page in tuple(self._pages.values())}
-        states = {**dict.fromkeys((None, *range(self._ranks)), NOT_SEEN), **steps, **calls}
+        states = {**dict.fromkeys(self._expected, NOT_SEEN), **steps, **calls}
         states |= dict.fromkeys(self._stopped, STOPPED)
         return {place_of(rank): state for rank, state in states.items()}
 
@@ -179,7 +182,7 @@ class EngineWatch:
         reason, now = _reason(exit_status(ended[0].pid)), time.perf_counter_ns()
         calls = [call for page in ended for call in page.calls()]
         # By default vLLM kills an engine's processes, all at once, when its server gets SIGTERM.
-        if reason in ("SIGKILL", UNKNOWN) and self._are_all_killed():
+        if reason in ("SIGKILL", UNKNOWN) and self._are_stopped(ended, now):
             calls = [call for page in tuple(self._pages.values()) for call in page.calls()]
             calls = [call for call in calls if now - call.since_ns > SHOWN_NS]
             if not calls:
@@ -191,8 +194,11 @@ class EngineWatch:
         if self._logs_end and end.connector:
             self._log_end(end)
 
-    def _are_all_killed(self) -> bool:
+    def _are_stopped(self, ended: Sequence[Page], now_ns: int) -> bool:
+        """Return whether all end at once; alone on its host, a rank that worked is not stopped by a running parent."""
         time.sleep(AT_ONCE_S)
+        if self._parent and any(page.worked_ns > now_ns - IDLE_NS for page in ended):
+            return is_ending(self._parent)
         return not any(page.is_alive and not is_ending(page.pid) for page in tuple(self._pages.values()))
 
     def _raised(self) -> End | None:

@@ -77,7 +77,7 @@ def describe_engine(vllm_config: VllmConfig, specs: Sequence[ChildSpec], options
         vllm_version=vllm.__version__,
         is_native=choice().is_native,
         pages=Identity.of(vllm_config).pages(),
-        ranks=int(vllm_config.parallel_config.world_size),
+        ranks=tuple(range(vllm_config.parallel_config.world_size)),
         launch=launch(server),
     )
 

@@ -191,23 +191,27 @@ class Exporter:
     def _refresh(self) -> None:
         """Bring the exporter's own gauges up to date."""
         self._totals.set_own(signals.ENGINE_UP, int(self._is_up))
-        self._totals.set_own(signals.LAST_PAYLOAD, self._last_payload_s)
-        self._totals.set_own(signals.SPANS_QUEUED, self._queued)
+        if self._engine.has_core:
+            self._totals.set_own(signals.LAST_PAYLOAD, self._last_payload_s)
+            self._totals.set_own(signals.SPANS_QUEUED, self._queued)
 
     @property
     def _queued(self) -> int:
         return self._cutter.queued if self._cutter is not None else 0
 
     def _health(self) -> tuple[bool, dict[str, Any]]:
-        state = {
+        state: dict[str, Any] = {
             "engine": "alive" if self._is_up else "gone",
             "engine_pid": self._engine.pid,
             "processes": self._watch.states(),
-            "seconds_since_last_payload": round(time.time() - self._last_payload_s, 3),
-            "spans_queued": self._queued,
-            "spans_dropped": self._dropped_sum,
             "version": __version__,
         }
+        if self._engine.has_core:
+            state |= {
+                "seconds_since_last_payload": round(time.time() - self._last_payload_s, 3),
+                "spans_queued": self._queued,
+                "spans_dropped": self._dropped_sum,
+            }
         return self._is_up, state
 
     # The end

@@ -296,6 +296,12 @@ class Page:
     def has_ended_well(self) -> bool:
         return bool(self.words[ENDED])
 
+    @property
+    def worked_ns(self) -> int:
+        """When the process was last in a call, or began the step that it is in."""
+        ends = (begin_ns + spent_ns for begin_ns, spent_ns, _ in ring.read(self._ring))
+        return max(self.words[SINCE], *ends, 0)
+
     def calls(self) -> list[Call]:
         """Return the calls in progress, or those in which the process died."""
         words = self.words[: _counts(self._names)].tolist()
@@ -340,6 +346,11 @@ class Page:
             return None
         name = words.cast("B")[RAISED_CLASS * _WORD :][:_NAME].tobytes().rstrip(b"\0").decode(errors="replace")
         return Call(*self._call(words[RAISED_IN]), self.rank, words[RAISED], name)
+
+
+def places(engine: str) -> set[str]:
+    """Return which processes have a page here whose name begins so, as ``file_place_of`` names them."""
+    return {path.name.removeprefix(f"{engine}-").split("-")[0] for path in folder().glob(f"{engine}-*{SUFFIX}")}
 
 
 def pages(engine: str, known: Collection[str] = ()) -> Iterator[tuple[str, Page]]:

@@ -22,14 +22,18 @@ EVERY_NS = 2_000_000_000  # between flushes
 SOON_NS = 100_000_000  # the same, where many spans wait
 
 
-class Sink(Protocol):
+class Closing(Protocol):
+    """Ends an exporter with the process that runs it."""
+
+    def close(self, *, is_well: bool) -> None:
+        """End the exporter, after the last payload; ``is_well``: as vLLM asked, and not by an error."""
+
+
+class Sink(Closing, Protocol):
     """Receives kvobs's numbers instead of the payload, for the exporter."""
 
     def put(self, stats: KvobsStats) -> None:
         """Hand over a payload; this never waits."""
-
-    def close(self, *, is_well: bool) -> None:
-        """End the exporter, after the last payload; ``is_well``: as vLLM asked, and not by an error."""
 
 
 class StatsSource(NamedTuple):

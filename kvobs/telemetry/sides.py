@@ -11,7 +11,7 @@ from kvobs.faults import contain, contained
 from kvobs.probe.black_box import SINCE, STEPS
 from kvobs.state.events import Annotator, ObservedRequest, Params, WorkerObserver
 from kvobs.state.transfers import ReportKind, Stuck, WrongBlocks
-from kvobs.telemetry.collector import Collector, FlushRule, Sink, divert
+from kvobs.telemetry.collector import Closing, Collector, FlushRule, Sink, divert
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, has_content
 from kvobs.telemetry.recorders import Recorders
 from kvobs.telemetry.tracing.trace_context import TraceContext
@@ -131,10 +131,13 @@ class SchedulerTelemetry(Annotator):
 
 
 class WorkerTelemetry(WorkerObserver):
-    """Observes the steps of one worker."""
+    """Observes the steps of one worker; ``host`` shows its calls where EngineCore is on another host."""
 
-    def __init__(self, recorders: Recorders, collector: Collector, verifier: Verifier | None = None) -> None:
+    def __init__(
+        self, recorders: Recorders, collector: Collector, verifier: Verifier | None = None, host: Closing | None = None
+    ) -> None:
         self._recorders = recorders
+        self._host = host
         self._verifier = verifier
         self.wants_reports = verifier is not None
         self.may_refuse = verifier is not None and verifier.refuses
@@ -184,5 +187,7 @@ class WorkerTelemetry(WorkerObserver):
 
     def close(self, *, is_well: bool) -> None:
         """End; ``is_well``: as vLLM asked, and not by an error."""
+        if self._host is not None:
+            self._host.close(is_well=is_well)
         if is_well:
             self._recorders.recorder.box.close()

@@ -336,5 +336,13 @@ def engine_place(vllm_config: Any) -> EnginePlace:
     return EnginePlace(int(index), int(on_host))
 
 
+def has_core(vllm_config: Any) -> bool | None:
+    """Return whether EngineCore is on this worker's host; None if only Ray, or an executor of others, knows that."""
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "ray" or isinstance(parallel.distributed_executor_backend, type):
+        return None
+    return bool(parallel.node_rank_within_dp == 0)
+
+
 def _fields(cls: Any) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(cls))

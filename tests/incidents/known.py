@@ -122,6 +122,10 @@ FAULTY = (
     _ends("os._exit on a worker", "start_load_kv", "exits", 1, "exit 3"),
     _ends("kill -9 of EngineCore in a lookup", LOOKUP, "is killed late", None, "SIGKILL"),
 )
+OTHER_HOST = (
+    _hangs("a worker's save that never returns, on another host", "wait_for_save", "hangs", 1),
+    _ends("kill -9 of a worker on another host", "start_load_kv", "is killed", 1, "SIGKILL"),
+)
 LMCACHE = _hangs("LMCache MP's server is killed under load", "wait_for_save", "", 0)
 
 
@@ -193,4 +197,4 @@ CORRUPT = Incident(
     alert="KvobsCorruptLoads",
     within_s=STOPS_S,
 )
-INCIDENTS = {each.title: each for each in (*FAULTY, LMCACHE, *ORDERS, *AFTER_A_RESTART, CORRUPT, *PAUSES)}
+INCIDENTS = {each.title: each for each in (*FAULTY, *OTHER_HOST, LMCACHE, *ORDERS, *AFTER_A_RESTART, CORRUPT, *PAUSES)}

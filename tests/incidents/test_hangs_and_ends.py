@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import pytest
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import Server
 from tests.engine.exported import with_exporter
+from tests.engine.hosts import on_two_hosts
 from tests.engine.metered import configuration
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, eventually, of_tests, prompt, serve, total
-from tests.incidents.known import FAULTY, LOOKUP, PAUSES, STOPPED_S, Incident
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, eventually, prompt, serve, total
+from tests.incidents.beginning import begin, faulty
+from tests.incidents.known import FAULTY, LOOKUP, OTHER_HOST, PAUSES, STOPPED_S, Incident
 from tests.incidents.watching import PATIENCE_S, watched
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -31,9 +33,7 @@ def engine(
 
     With a rank there are two. The options are kvobs's.
     """
-    remote = of_tests("FaultyChild", trigger=str(folder / "trigger"), rank=rank or 0)
-    remote["kv_connector_module_path"] = "tests.incidents.faulty"
-    config = configuration(host_memory(), remote, names=["cpu", "remote"])
+    config = configuration(host_memory(), faulty(folder, rank or 0), names=["cpu", "remote"])
     config["kv_connector_extra_config"]["kvobs"] |= options
     port = 0
     if exporter:
@@ -41,18 +41,6 @@ def engine(
     parallel: dict[str, Any] = {} if rank is None else {"tensor_parallel": 2, "env": BOTH_RANKS_ON_ONE_CORE}
     with serve(model, folder, config, timeout=360, **parallel) as server:
         yield server, port
-
-
-def begin(server: Server, folder: Path, hook: str, fault: str) -> None:
-    """Let the fault begin, by a request."""
-    (folder / "order").write_text(f"{hook} {fault}")
-    (folder / "order").rename(folder / "trigger")
-
-    def ask() -> None:
-        with suppress(Exception):
-            server.complete(prompt("incident"), 2)
-
-    threading.Thread(target=ask, daemon=True).start()
 
 
 @pytest.mark.parametrize("incident", FAULTY, ids=lambda incident: incident.title)
@@ -88,6 +76,20 @@ def test_nobody_is_named_for_a_process_that_does_not_run(model: Path, tmp_path: 
             assert (watch.prometheus.value(f'kvobs_gc_pause_seconds_total{{process="{process}"}}') or 0) > 2
         for nothing in ("kvobs_slow_calls_total", "kvobs_quarantined", "kvobs_call_errors_total"):
             assert not watch.prometheus.value(f"sum({nothing})"), nothing
+
+
+@pytest.mark.parametrize("incident", OTHER_HOST, ids=lambda incident: incident.title)
+def test_incident_on_another_host_is_seen_there(incident: Incident, model: Path, tmp_path: Path) -> None:
+    assert incident.fault
+    hook, fault, rank = incident.fault
+    assert rank
+    config = configuration(host_memory(), faulty(tmp_path, rank), names=["cpu", "remote"])
+    with on_two_hosts(model, tmp_path, config) as (server, other, (first, second)):
+        server.complete(prompt("warm"), 2)
+        with watched(server, second, tmp_path, first, log=other.log) as watch:
+            watch.begin()
+            begin(server, tmp_path, hook, fault)
+            watch.sees(incident)
 
 
 def logged(folder: Path, words: str) -> bool:

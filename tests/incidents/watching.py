@@ -29,7 +29,7 @@ PATIENCE_S = 60
 RESTART_S = 600
 STATES = filled(questions.worst_engine(questions.verdict(*questions.by_engine)))
 JOBS = """scrape_configs:
-  - {{job_name: kvobs, static_configs: [{{targets: ['{host}:{exporter}']}}]}}
+  - {{job_name: kvobs, static_configs: [{{targets: {exporters}}}]}}
   - {{job_name: vllm, static_configs: [{{targets: ['{host}:{server}']}}]}}
 """
 
@@ -131,10 +131,11 @@ class Watched:
 
 
 @contextmanager
-def watched(server: Server, port: int, folder: Path) -> Iterator[Watched]:
-    """Let a Prometheus scrape a running engine and its exporter once a second."""
-    Exported(server, port).until_up()
-    jobs = JOBS.format(host=HOST, exporter=port, server=server.port)
+def watched(server: Server, port: int, folder: Path, *others: int, log: Path | None = None) -> Iterator[Watched]:
+    """Let a Prometheus scrape a running engine and its exporters once a second; look at the first exporter's host."""
+    Exported(server, port, *others).until_up()
+    exporters = [f"{HOST}:{each}" for each in (port, *others)]
+    jobs = JOBS.format(host=HOST, exporters=exporters, server=server.port)
     with scraping(Path(mkdtemp(dir=folder)), jobs) as prometheus:  # which knows nothing of an earlier life
-        assert eventually(lambda: prometheus.value("sum(up)") == 2)
-        yield Watched(server, port, prometheus, folder / "server.log")
+        assert eventually(lambda: prometheus.value("sum(up)") == 1 + len(exporters))
+        yield Watched(server, port, prometheus, log or folder / "server.log")

@@ -136,12 +136,14 @@ def exporting(
     gauges: dict[tuple[Any, ...], int],
     opened: list[list[Any]],
     names: tuple[str, ...],
+    *,
+    has_core: bool = True,
 ) -> Iterator[str]:
-    """Serve what one engine recorded as its exporter does; return the address."""
+    """Serve what one engine recorded as its exporter does, or that of another host; return the address."""
     recorder = Recorder(len(names))
     record(recorder)
     at = {place(child, slot(signal, *values)): value for (child, signal, *values), value in gauges.items()}
-    connectors = tuple(ConnectorInfo(name, "C", "kv_both") for name in names)
+    connectors = tuple(ConnectorInfo(name, "C", "kv_both") for name in names if has_core)
     totals = Totals(EngineInfo(1, 1, "tiny", 0, connectors, "first", "fail", "0.32.0", host="127.0.0.1", port=None))
     taken = recorder.take()
     totals.add(Increments(taken.counts, [*taken.opened, *opened], at))

@@ -85,18 +85,21 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
     numbers = Numbers.of(values.items())
     series = Counter(_SERIES.findall(text))
     rows = server_row(url, None, Scrape(0.0, values, parse_vllm(text))).connectors
+    builds, infos = (numbers.by_name.get(each.name, []) for each in (signals.BUILD_INFO, signals.CONNECTOR_INFO))
+    has_core = bool(infos) or not builds
     result.facts[url] = {
         "kvobs": numbers.label(signals.BUILD_INFO, "version") or "?",
         "vLLM": numbers.label(signals.BUILD_INFO, "vllm_version") or "?",
         "compiled probe": numbers.label(signals.BUILD_INFO, "native") or "?",
         "connectors": ", ".join(sorted(f"{row.connector} ({row.state})" for row in rows)) or "none yet",
+        **({} if has_core else {"EngineCore": "on another host, whose exporter has its numbers"}),
         "series of kvobs": f"{series.total():,}",
         "exemplars": "no OpenMetrics here" if exemplars is None else f"{exemplars:,}",
     }
     if exemplars is None:
         fix = "use the exporter; or scrape /metrics/, with the slash, of vLLM's server"
         result.warn(url, "serves no OpenMetrics here, so that there are no exemplars", fix)
-    elif not exemplars:
+    elif not exemplars and has_core:
         fix = "if requests are traced: see 'Exemplars' in docs/tracing.md; there are none before the first traced load"
         result.warn(url, "has no exemplars", fix)
     if doubled := [name for name, times in series.items() if times > 1]:
@@ -117,8 +120,7 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
             f"{signals.INTERNAL_ERRORS.name} is {lost:,.0f}: measurements of kvobs were lost, serving is not affected"
         )
         result.warn(url, found, "look for 'kvobs' in the log")
-    builds = numbers.by_name.get(signals.BUILD_INFO.name, [])
-    return {(labels.get("model_name", "?"), labels.get("engine", "?")) for labels, _ in builds}
+    return {(labels.get("model_name", "?"), labels.get("engine", "?")) for labels, _ in infos}
 
 
 def _exemplars(url: str) -> int | None:

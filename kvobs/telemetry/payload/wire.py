@@ -178,7 +178,7 @@ class ConnectorInfo:
 class EngineInfo:
     """An engine and its exporter's options."""
 
-    pid: int  # of EngineCore
+    pid: int  # of EngineCore, or of the first rank on a host without it
     began_ns: int  # when its numbers began, since the epoch
     model: str  # the value of vLLM's label ``model_name``
     index: int  # in its data-parallel group, the value of vLLM's label ``engine``
@@ -195,7 +195,9 @@ class EngineInfo:
     has_spans: bool = False  # whether span records come
     endpoint: str | None = None  # vLLM's OTLP endpoint; None: the one of the environment
     pages: str = ""  # the begin of the names of its processes' pages
-    ranks: int = 0  # number of its workers
+    ranks: tuple[int, ...] = ()  # of its workers; on a host without EngineCore of those there
+    has_core: bool = True  # whether EngineCore is on this host: elsewhere only calls and ends of ranks are shown
+    parent: int = 0  # there the process that starts and stops the ranks; 0: it is not known
     launch: str = ""  # the same in all lives of a server, and different for another one
 
 

@@ -16,15 +16,16 @@ from kvobs.demo.processes import end_group
 from kvobs.demo.server import claim_port, environment
 from kvobs.vllm_api.proc import stat
 from tests.connectors.packages import importing
+from tests.engine.hosts import AS_HOST
 from tests.engine.serving import eventually, importing_tests, listens
 
 NODE = "127.0.0.2"
 """Not 127.0.0.1, which Ray takes for the machine's outward address: vLLM then waits for a place there, for ever."""
+OTHER_NODE = "127.0.0.3"
 MARK = "KVOBS_TEST_CLUSTER"
 """In the environment of all processes of a cluster: its folder."""
 ON_CPU = Path(__file__).parent / "ray_on_cpu"
 RANKS = 2
-RESOURCES = '{"NPU": 2}'
 OBJECTS = 80 * 1024 * 1024
 ASKED_S = 20
 EXECUTORS = {name: {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": str(n)} for n, name in enumerate(("ray", "ray-v2"))}
@@ -64,16 +65,13 @@ def rank_env(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def cluster(**env: str) -> Iterator[Cluster]:
+def cluster(ranks: int = RANKS, /, **env: str) -> Iterator[Cluster]:
     """Run a cluster inside the ``with`` block whose processes have these variables; nothing of it is left after it."""
     folder = Path(tempfile.mkdtemp(prefix="kvobs-ray-"))  # short, because sockets in it have short names only
     port = claim_port(0)
     variables = rank_env(**env) | {MARK: str(folder)}
     command = [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address", NODE,
-        "--port", str(port), "--num-cpus", "4", "--resources", RESOURCES, "--include-dashboard", "false",
-        "--disable-usage-stats", "--temp-dir", str(folder), "--object-store-memory", str(OBJECTS),
-        "--min-worker-port", "0", "--max-worker-port", "0",  # any free ones: Ray's own range has the claimed port in it
+        *_start(NODE, ranks), "--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", str(folder),
     ]  # fmt: skip
     with (folder / "start.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, process_group=0)
@@ -87,6 +85,29 @@ def cluster(**env: str) -> Iterator[Cluster]:
         end_group(process, grace=ASKED_S)
         _kill_the_rest(folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def joined(ranks: Cluster, **env: str) -> Iterator[None]:
+    """Add another host with a place for one rank; its processes have these variables, too."""
+    variables = {**ranks.env, "VLLM_HOST_IP": OTHER_NODE, **env}
+    with (ranks.folder / "joined.log").open("wb") as log:
+        command = [*AS_HOST, *_start(OTHER_NODE, 1), "--address", ranks.address]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, process_group=0)
+    try:
+        assert eventually(lambda: STARTED in (ranks.folder / "joined.log").read_text(), 180)
+        yield
+    finally:
+        end_group(process, grace=ASKED_S)
+
+
+def _start(node: str, ranks: int) -> list[str]:
+    """Return the command that starts the processes of a node."""
+    return [
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--node-ip-address", node, "--num-cpus", "4",
+        "--resources", f'{{"NPU": {ranks}}}', "--disable-usage-stats", "--object-store-memory", str(OBJECTS),
+        "--min-worker-port", "0", "--max-worker-port", "0",  # any free ones: Ray's own range has the claimed port in it
+    ]  # fmt: skip
 
 
 def _is_up(process: subprocess.Popen[bytes], folder: Path, port: int) -> bool:

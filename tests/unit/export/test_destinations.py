@@ -34,6 +34,7 @@ SETUPS: dict[str, tuple[dict[str, Any], str | None, list[str]]] = {
     "several servers": ({"api_servers": 2}, "--api-server-count", METRICS),
     "several servers, and files": ({"api_servers": 2, "has_multiprocess_metrics": True}, "--api-server-count", METRICS),
     "files": ({"has_multiprocess_metrics": True}, FILES, METRICS),
+    "another host": ({"has_core": False}, "ranks on several hosts", ["calls that hang", "ends"]),
     "Ray": ({"is_in_ray_actor": True}, "Ray Serve", METRICS),
     "all at once": ({"has_stats": False, "has_rust_frontend": True, "api_servers": 2}, "--disable-log-stats", ALL),
 }

@@ -34,7 +34,7 @@ def name(engine: str) -> str:
 @pytest.fixture
 def watch(engine: str) -> EngineWatch:
     forget()
-    return EngineWatch(described(pages=name(engine), ranks=2, model=engine))
+    return EngineWatch(described(pages=name(engine), ranks=(0, 1), model=engine))
 
 
 def until(condition: Callable[[], object], seconds: float = 120) -> None:
@@ -144,6 +144,25 @@ def test_engine_killed_whole_reports_only_a_call_that_hung(  # noqa: PLR0917 - i
         end = watch.ended()
     assert (end, watch.end) == ((hung, hung) if fault == "hangs" else (None, None))
     assert ("the engine has ended" in caplog.text) is (fault == "hangs")
+
+
+@pytest.mark.parametrize(
+    ("parent", "idle_ns", "is_named"),
+    [("runs", 10**18, True), ("runs", 0, False), ("ends", 10**18, False), (None, 10**18, False)],
+    ids=["killed by another", "stopped by vLLM, after a while", "its parent too", "nothing is known of its parent"],
+)
+def test_a_rank_that_is_alone_on_its_host_was_not_stopped_if_it_worked_and_its_parent_runs(
+    parent: str | None, idle_ns: int, is_named: bool, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_watch, "IDLE_NS", idle_ns)
+    monkeypatch.setattr(engine_watch, "is_ending", lambda pid: pid != os.getpid() or parent == "ends")
+    host = described(pages=name(engine), ranks=(1,), model=engine, has_core=False, parent=os.getpid() if parent else 0)
+    watch = EngineWatch(host)
+    assert watch.states() == {"rank 1": NOT_SEEN}
+    with process(engine, 1, "stays after it") as rank:
+        until(lambda: watch._pages and next(iter(watch._pages.values())).worked_ns)
+        os.kill(rank.pid, signal.SIGKILL)
+        assert watch.ended() == (End("", "", 1, "SIGKILL") if is_named else None)
 
 
 def test_an_exception_that_the_engine_survives_is_not_its_end(engine: str, watch: EngineWatch) -> None:

@@ -22,6 +22,15 @@ from vllm.v1.engine.utils import EngineZmqAddresses
 from kvobs.vllm_api import versions
 
 
+@pytest.mark.parametrize(
+    ("backend", "node", "is_here"),
+    [("mp", 0, True), ("mp", 1, False), ("uni", 0, True), ("ray", 0, None), (object, 0, None)],
+)
+def test_a_worker_knows_whether_the_scheduler_is_on_its_host(backend: Any, node: int, is_here: bool | None) -> None:
+    parallel = SimpleNamespace(distributed_executor_backend=backend, node_rank_within_dp=node)
+    assert versions.has_core(SimpleNamespace(parallel_config=parallel)) is is_here
+
+
 def test_this_vllm_has_what_the_tables_say() -> None:
     assert versions.transfer_results() is KVConnectorTransferResults
     assert {field.name for field in dataclasses.fields(KVConnectorTransferResults)} == versions.RESULT_FIELDS

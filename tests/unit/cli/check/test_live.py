@@ -60,6 +60,13 @@ def test_facts_of_a_server_are_printed(exporter: str) -> None:
     assert [warning.found for warning in looked.warnings] == ["has no exemplars"]
 
 
+def test_exporter_of_another_host_counts_nothing_twice(exporter: str) -> None:
+    with exporting(lambda _: None, {}, [], ("cpu",), has_core=False) as address:
+        looked = look([exporter, other := f"http://{address}/metrics"])
+    assert looked.facts[other]["EngineCore"] == "on another host, whose exporter has its numbers"
+    assert [(warning.path, warning.found) for warning in looked.warnings] == [(exporter, "has no exemplars")]
+
+
 def test_exemplars_are_counted_at_the_path_with_the_slash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where vLLM's API server has OpenMetrics; each form of the metrics is read once."""
     asked: list[str] = []
