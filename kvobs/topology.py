@@ -145,7 +145,7 @@ class TpKVTopology:
         return self.get_target_remote_ranks(tp_size, f"engine {remote_engine_id}")
 
     def get_transfer_cache_regions(self, cache: Any, layer_spec: Any) -> Any:
-        """Return the tensors of a layer's cache that are registered as regions of their own, to be iterated over.
+        """Return the tensors of a layer's cache that are registered one by one, to be iterated over.
 
         Args:
             cache: the layer's tensor; of a state space layer the pair (convolution state, SSM state).

@@ -6,7 +6,7 @@ is its extension point for that step; all else (lookups, eviction, accounting, m
     {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
       "spec_name": "HostOffloadingSpec", "spec_module_path": "kvobs.demo.host_offload", "cpu_bytes_to_use": 67108864}}
 
-Every worker copies its own share of each block into memory of its own, so any tensor parallel size works.
+Every worker copies its share of each block into its memory, so any tensor parallel size works.
 vLLM 0.27 to 0.33 have the same interface here, but for two names.
 """
 

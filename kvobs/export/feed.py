@@ -270,7 +270,7 @@ class _RunningExporter:
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         with theirs:
-            # A session of its own: Ctrl-C in the engine's terminal is for the engine, whose end is the exporter's.
+            # In another session: Ctrl-C in the engine's terminal is for the engine, whose end is the exporter's.
             # What is started here forks, and ends at once: the socket shows how long the exporter lives.
             # It closes the engine's files itself: thousands of them here would take milliseconds with the GIL held.
             os.set_inheritable(theirs.fileno(), True)

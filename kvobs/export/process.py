@@ -154,7 +154,7 @@ class Exporter:
             self._count(signals.INTERNAL_ERRORS, where, n)
         if not self._own:
             return
-        # A line of its own, whatever got out before.
+        # A new line, whatever got out before.
         line = b"\n" + wire.to_line(wire.message(Increments(self._own, [], {})))
         with suppress(OSError):
             if self._channel.send(line, socket.MSG_DONTWAIT) == len(line):

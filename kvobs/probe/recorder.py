@@ -217,7 +217,7 @@ class Recorder:
         """Count the exception only, and pass it to the listener."""
         kind = type(error).__qualname__[:_NAME_AT_MOST]
         label = signals.hook_label(hook)
-        known = [key for key in self._opened if key[0] == signals.CALL_ERRORS.name]
+        known = [key for key in list(self._opened) if key[0] == signals.CALL_ERRORS.name]
         if (signals.CALL_ERRORS.name, child, label, kind) not in known and len(known) >= ERROR_TYPES_AT_MOST:
             kind = signals.OTHER_VALUE
         self.count_open(child, signals.CALL_ERRORS, label, kind)
@@ -233,8 +233,8 @@ class Recorder:
         calls = sum([n for slot, n in counts.items() if slot in self._call_slots])
         if calls:
             counts[_RECORD] = counts.get(_RECORD, 0) + int(calls * cost_of_recording())
-        opened = [[*key, n] for key, n in self._opened.items() if n]
-        self._opened = dict.fromkeys(self._opened, 0)
+        taken, self._opened = self._opened, dict.fromkeys(self._opened, 0)
+        opened = [[*key, n] for key, n in list(taken.items()) if n]  # a copy: another thread may add one
         gauges, self._changed_gauges = self._changed_gauges, {}
         self._add(_FLUSH, perf_counter_ns() - begin)  # sent with the next
         return Increments(counts, opened, gauges)

@@ -324,7 +324,7 @@ def has_v2_runner(vllm_config: Any) -> bool:
 
 
 def engine_place(vllm_config: Any) -> EnginePlace:
-    """Return an engine's numbers; with an external launcher each worker has an engine of its own."""
+    """Return an engine's numbers; with an external launcher each worker has an engine."""
     parallel = vllm_config.parallel_config
     index = getattr(parallel, "data_parallel_index", None)
     if index is None:
@@ -341,7 +341,7 @@ def has_core(vllm_config: Any) -> bool | None:
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "ray" or isinstance(parallel.distributed_executor_backend, type):
         return None
-    return bool(parallel.node_rank_within_dp == 0)
+    return getattr(parallel, "node_rank_within_dp", 0) == 0  # not before 0.28
 
 
 def _fields(cls: Any) -> frozenset[str]:

@@ -124,6 +124,25 @@ def test_a_wait_for_a_core_is_not_warned_of(monkeypatch: pytest.MonkeyPatch, cap
     ]  # fmt: skip
 
 
+class _Adds(str):
+    """The name of a signal; while it is compared, another thread counts what is new."""
+
+    recorder: Recorder
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        self.recorder.count_open(0, signals.CALL_ERRORS, "shutdown", f"New{len(self.recorder._opened)}")
+        return str.__eq__(self, other)
+
+
+def test_another_thread_may_count_a_new_exception_meanwhile() -> None:
+    recorder = Recorder(1)
+    _Adds.recorder = recorder
+    recorder._opened[_Adds(signals.CALL_ERRORS.name), 0, HOOK, "OSError"] = 1
+    recorder.count_error(0, HOOK, 0, 1, KeyError())
+    assert [signals.CALL_ERRORS.name, 0, HOOK, "KeyError", 1] in recorder.take().opened
+
+
 @each_probe
 def test_two_threads_lose_nothing(kind: Kind) -> None:
     mine = recorder_of(kind, 1)
