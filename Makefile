@@ -204,7 +204,20 @@ PLUGINS := $(PROMETHEUS3)/usr/libexec/docker/cli-plugins/docker-compose
 $(PLUGINS): | $(PROMETHEUS3)/usr/bin/prometheus
 	cd $(PROMETHEUS3) && apt-get -q $(OF_SID) download docker-compose docker-buildx && for package in docker-*.deb; do dpkg -x $$package . || exit; done
 
-test-compose: $(INSTALLED) $(PLUGINS) ## Run docker-compose.yml on a Docker engine of its own: images, health, scrapes, rules, an alert
+# The OpenTelemetry Collector of Debian's Go library, which has neither its tail_sampling nor its health_check.
+GO := $(PROMETHEUS3)/usr/lib/go-1.27
+COLLECTOR := .hosts/otelcol
+$(COLLECTOR): tests/compose/images/otelcol.go | $(PROMETHEUS3)/usr/bin/prometheus
+	mkdir -p $(PROMETHEUS3)/go
+	cd $(PROMETHEUS3)/go && apt-get -q $(OF_SID) download $$(apt-cache $(OF_SID) depends --recurse --no-recommends --no-suggests \
+		--no-conflicts --no-breaks --no-replaces --no-enhances golang-opentelemetry-collector-dev golang-1.27-go | grep '^golang-' | sort -u)
+	for package in $(PROMETHEUS3)/go/*.deb; do dpkg -x $$package $(PROMETHEUS3) || exit; done
+	rm -r $(PROMETHEUS3)/go
+	install -D $< $(PROMETHEUS3)/usr/share/gocode/src/kvobs/otelcol/main.go
+	GOROOT=$(CURDIR)/$(GO) GOPATH=$(CURDIR)/$(PROMETHEUS3)/usr/share/gocode GO111MODULE=off CGO_ENABLED=0 \
+		GOCACHE=$(CURDIR)/$(PROMETHEUS3)/cache/go $(GO)/bin/go build -o $@ kvobs/otelcol
+
+test-compose: $(INSTALLED) $(PLUGINS) $(COLLECTOR) ## Run docker-compose.yml on a Docker engine of its own: images, health, scrapes, rules, an alert
 	@type docker dockerd iptables debootstrap >/dev/null 2>&1 || { apt-get -q update && RUNLEVEL=1 apt-get -q install --yes --no-install-recommends docker.io iptables debootstrap; } \
 		|| { echo "docker-compose.yml needs a Docker engine: install docker.io, iptables and debootstrap (Debian's packages)"; false; }
 	$(BIN)/python -m pytest -rs -m compose tests/compose $(TESTS)

@@ -18,6 +18,7 @@ from typing import Any
 from tests.engine.serving import ROOT, eventually
 
 SID = ROOT / ".hosts" / "prometheus3"
+COLLECTOR = ROOT / ".hosts" / "otelcol"
 IMAGES = Path(__file__).parent / "images"
 BASE = "python:3.11.14-slim-bookworm"
 PACKAGES = "ca-certificates,python-is-python3,python3-pip,wget"
@@ -98,7 +99,7 @@ def make(docker: Docker, stage: str, *names: str) -> None:
     context = docker.folder / "images"
     if not context.exists():
         shutil.copytree(IMAGES, context)
-        for file in (SID / "usr/bin/prometheus", ROOT / "tests/support/grpc_collector.py"):
+        for file in (SID / "usr/bin/prometheus", COLLECTOR, ROOT / "tests/support/grpc_collector.py"):
             shutil.copy(file, context)
     docker.run("build", "--network=host", f"--target={stage}", *(f"--tag={name}" for name in names), context)
 

@@ -37,13 +37,14 @@ def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docker]:
         with engine(copy) as client, wheels() as option:
             make_base(client)
             make(client, "prometheus", SERVICES["prometheus"]["image"])
-            make(client, "answering", SERVICES["grafana"]["image"], SERVICES["tempo"]["image"])
+            make(client, "answering", SERVICES["grafana"]["image"])
+            make(client, "otelcol", SERVICES["otel-collector"]["image"])
             make(client, "vllm", "vllm/vllm-openai:v0.32.0")
             build = {"build": {"network": "host", "args": {"WHEELS": option}}, "healthcheck": {"start_period": "900s"}}
             services = {"services": {VLLM: build, "vllm-gpu": build}}
             (copy / "docker-compose.override.yml").write_text(yaml.safe_dump(services))
             client.run("compose", "--profile=cpu", "--profile=gpu", "build")
-            make(client, "collecting", SERVICES["otel-collector"]["image"])
+            make(client, "tempo", SERVICES["tempo"]["image"])
             yield client
             client.run("compose", "--profile=cpu", "down", "--volumes", "--timeout=1")
     except NoEngineError as error:
@@ -68,6 +69,11 @@ class Stack:
         """Return what an instant query finds, by connector."""
         found = self.prometheus.api("query", query=query, **more)["result"]
         return {series["metric"].get("connector", ""): float(series["value"][1]) for series in found}
+
+    def spans(self) -> set[str]:
+        """Return the names of the spans that the collector has passed on to Tempo."""
+        with urllib.request.urlopen(f"http://{HOST}:{self.ports['TEMPO']}/metrics", timeout=10) as answer:
+            return set(re.findall(r'spans_total\{name="(.*?)"\}', answer.read().decode()))
 
 
 def left(docker: Docker) -> list[str]:
@@ -103,7 +109,10 @@ def test_up_serves_scrapes_and_records_and_down_leaves_nothing(docker: Docker) -
     assert eventually(lambda: set(rules()) == {"ok"}, 90), rules()
     loads = 'connector_outcome:kvobs_loads:rate5m{outcome="ok"} > 0'
     assert eventually(lambda: stack.asked(loads).keys() == {"cpu", "disk"}, 90), "recorded"
-    assert stack.asked('sum(otelcol_receiver_accepted_spans_total{span=~"kv.load .*"})')[""] > 0
+    assert stack.asked("sum(otelcol_receiver_accepted_spans)")[""] > 0
+    assert eventually(lambda: {"kv.load cpu", "kv.lookup disk"} <= stack.spans(), 60), stack.compose(
+        "logs", "otel-collector"
+    )
     lookups = "sum by (connector) (kvobs_lookups_total)"
     assert eventually(lambda: stack.asked(lookups)["cpu"] > 2 * ONCE, 300), "the load is repeated"
     stack.compose("exec", "grafana", "test", "-r", SERVICES["grafana"]["environment"][HOME])
