@@ -98,7 +98,7 @@ class Collector:
     def _taken(self) -> Increments:
         spans, counted = self._journal.take()
         for slot, n in counted.items():
-            self._recorder.count_own(slot, n)
+            self._recorder.count(None, slot, n)
         return self._recorder.take()._replace(spans=spans)
 
 

@@ -157,7 +157,7 @@ def test_calls_about_a_request_and_no_others_are_activated_around_what_is_record
 
     recorder = Recorder(1)
     recorder.notice = lambda *args: noted.append("recorded") or 0  # type: ignore[func-returns-value, method-assign]
-    recorder.slow_ns = lambda hook: -1  # type: ignore[method-assign]
+    recorder.slow_ns = dict.fromkeys(HOOKS, -1)
     child = Child(0, "real", Real(), recorder, activated=activated if is_on else None)
     for hook in HOOKS.values():
         if is_timed(hook):
