@@ -92,7 +92,7 @@ class MultiConnector(stock.MultiConnector):
                 aggregator.install()
         else:
             self._side, self._telemetry, fan_outs = wiring.worker_side(*parts)
-        hooks = hooks_of(self._side, children, fan_outs, versions.has_hook)
+        hooks = hooks_of(self._side, children, fan_outs, versions.hooks())
         self._shutdown = hooks["shutdown"]
         self.__dict__.update({name: hook for name, hook in hooks.items() if name not in vars(MultiConnector)})
 

@@ -158,7 +158,7 @@ def worker_side(
     is_stock = "block_copy" in validated.configuration.stock
     verifier = _verifier(recorders, validated, vllm_config, kv_cache_config)
     telemetry = WorkerTelemetry(recorders, _collector(children, recorders), verifier)
-    targets = {hook: [child.layer_target(hook) for child in children if child.does(hook)] for hook in ARGUMENTS}
+    targets = {hook: [c.layer_target(hook) for c in children if hook in c.implemented] for hook in ARGUMENTS}
     stalls = Stalls(targets, recorders.recorder)
     side = WorkerSide(
         children=children,
@@ -205,7 +205,7 @@ def _paths(children: Sequence[Child]) -> dict[str, str]:
 def _collector(children: Sequence[Child], recorders: Recorders, feed: Feed | None = None) -> Collector:
     hook = "get_kv_connector_stats"
     sources = [
-        StatsSource(child.name, path, child.get_kv_connector_stats if child.does(hook) else None)
+        StatsSource(child.name, path, child.get_kv_connector_stats if hook in child.implemented else None)
         for child, path in zip(children, _paths(children).values(), strict=True)
     ]
     return Collector(sources, recorders.recorder, recorders.journal, feed)

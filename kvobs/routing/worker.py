@@ -86,8 +86,9 @@ class WorkerSide:
         self._reports: list[Report] = []
         self._failed_syncs: set[str] = set()
         self._unknown: dict[str, list[Any]] = {}  # further fields of the children's results
-        self._handling_preemptions = [child for child in self.children if child.does("handle_preemptions")]
-        self._with_events = [child for child in self.children if child.does("get_kv_connector_kv_cache_events")]
+        preempting, with_events = "handle_preemptions", "get_kv_connector_kv_cache_events"
+        self._handling_preemptions = [child for child in self.children if preempting in child.implemented]
+        self._with_events = [child for child in self.children if with_events in child.implemented]
 
     # Before the forward
 
@@ -339,7 +340,7 @@ class WorkerSide:
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
         """Give each child its own copy operation, so that its copies are counted."""
         for child in self.children:
-            if child.does("set_host_xfer_buffer_ops"):
+            if "set_host_xfer_buffer_ops" in child.implemented:
                 child.set_host_xfer_buffer_ops(self.copies.operation(child.index, copy_operation))
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
