@@ -23,11 +23,9 @@ from kvobs.probe.pure import Call
 from kvobs.routing.audience import Audience
 from kvobs.routing.completions import Completions, OutputView
 from kvobs.routing.isolation import Isolation
-from kvobs.routing.lookups import Offers, OpenLookups
+from kvobs.routing.lookups import POLICIES, Offers, OpenLookups
 from kvobs.routing.metadata import NextOrders
-from kvobs.routing.policies import POLICIES
 from kvobs.routing.scheduler import EngineFacts, SchedulerSide
-from kvobs.routing.sync_load_warnings import SyncLoadWarnings
 from kvobs.routing.visibility import Visibility
 from kvobs.routing.worker import WorkerSide
 from kvobs.routing.worker_isolation import WorkerGates
@@ -45,13 +43,12 @@ from kvobs.telemetry.sides import SchedulerTelemetry, WorkerTelemetry
 from kvobs.telemetry.tracing import sampling
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.telemetry.transfers.gains import Gains, step_limits
+from kvobs.telemetry.transfers.load_warnings import SlowLoads, SyncLoadWarnings
 from kvobs.telemetry.transfers.offers import OfferCounts
 from kvobs.telemetry.transfers.open_transfers import OpenTransfers
 from kvobs.telemetry.transfers.outcomes import Outcomes
 from kvobs.telemetry.transfers.peers import Peers
-from kvobs.telemetry.transfers.quarantines import Quarantines
 from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size
-from kvobs.telemetry.transfers.slow_loads import SlowLoads
 from kvobs.telemetry.verify.fingerprints import Fingerprints, Layers
 from kvobs.telemetry.verify.sample import BlockSample
 from kvobs.telemetry.verify.verifier import Verifier
@@ -84,8 +81,7 @@ def scheduler_side(
     waited_for = tuple(InProgress[str]() for _ in children)
     minimum = [options.min_tokens.get(name, 1) for name in names]
     followers: list[Observer | None] = [OfferCounts(recorder, minimum), Outcomes(names, recorder)]
-    followers += [SlowLoads(names, int(options.slow_load_ms * 1e6)), Quarantines(recorder)]
-    followers += [recorders.traces, recorders.reports]
+    followers += [SlowLoads(names, int(options.slow_load_ms * 1e6)), recorders.traces, recorders.reports]
     handing = [spec.index for spec in between_engines(specs)]
     followers += [Peers(recorder, handing) if handing else None]
     followed = Composed(followers)

@@ -187,9 +187,10 @@ OF_OTHER_STORIES = (
     "telemetry.tracing.request_traces:Traces.noted",
     "telemetry.verify.sample:BlockSample.noted",
     "telemetry.transfers.peers:",
-    "telemetry.transfers.quarantines:",
+    "telemetry.transfers.outcomes:Outcomes.quarantined",
+    "telemetry.transfers.outcomes:Outcomes.readmitted",
     "telemetry.transfers.offers:OfferCounts.lapsed",
-    "routing.sync",
+    "telemetry.transfers.load_warnings:SyncLoadWarnings.",
 )
 """Observers of events that this story does not have: ``Composed`` contains them as all others."""
 

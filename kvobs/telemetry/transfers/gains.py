@@ -10,8 +10,7 @@ from kvobs.prediction import ComputeCost, StepTimes, Work
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.events import ObservedRequest, Observer
-from kvobs.state.offers import LookupResult
-from kvobs.state.transfers import Gain, Load
+from kvobs.state.transfers import Gain, Load, LookupResult
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

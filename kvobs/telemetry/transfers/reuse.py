@@ -10,7 +10,7 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import REUSE_DISTANCE
 from kvobs.state.events import ObservedRequest, Observer
-from kvobs.state.offers import LookupResult
+from kvobs.state.transfers import LookupResult
 
 if TYPE_CHECKING:
     from kvobs.state.cache_layout import CacheLayout
