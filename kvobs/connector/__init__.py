@@ -85,7 +85,8 @@ class MultiConnector(stock.MultiConnector):
         self._telemetry: SchedulerTelemetry | WorkerTelemetry
         fan_outs: Mapping[str, Call] = {}
         if is_scheduler:
-            self._side, self._telemetry = side, telemetry = wiring.scheduler_side(*parts, tracing=tracing)
+            side, telemetry = wiring.scheduler_side(*parts, tracing=tracing, all_support_hma=self._all_support_hma)
+            self._side, self._telemetry = side, telemetry
             self._requests_to_connector = Choices(side.ledger)
             if "aggregator" not in configuration.stock:
                 self.aggregation = aggregator.Aggregation(options.stuck_after_s, telemetry.note_in_aggregator)

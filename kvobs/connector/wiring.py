@@ -11,9 +11,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from kvobs.connectors.block_copies import BlockCopies
 from kvobs.connectors.capacity import record_sizes
 from kvobs.connectors.child import Child
-from kvobs.connectors.configured import all_support_hma
 from kvobs.connectors.specs import between_engines, load_ends_save
-from kvobs.connectors.sync_loads import Conditions, async_only, unsafe_loads
+from kvobs.connectors.sync_loads import Conditions
 from kvobs.connectors.validation import Validated
 from kvobs.export.feed import Feed, feed_of
 from kvobs.log import log
@@ -35,7 +34,7 @@ from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import InProgress
-from kvobs.telemetry.collector import Collector, StatsSource
+from kvobs.telemetry.collector import Collector
 from kvobs.telemetry.observers import Composed
 from kvobs.telemetry.payload.stats import StatsParts, class_path
 from kvobs.telemetry.recorders import Recorders
@@ -67,6 +66,7 @@ def scheduler_side(
     kv_cache_config: KVCacheConfig | None,
     *,
     tracing: TracingSettings | None,
+    all_support_hma: bool,
 ) -> tuple[SchedulerSide, SchedulerTelemetry]:
     """Build the side in EngineCore, and its telemetry."""
     options, specs, recorder = validated.configuration.options, validated.specs, recorders.recorder
@@ -89,8 +89,7 @@ def scheduler_side(
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
     reuse = PromptReuse(recorder, followed, *prompt_sizes)
     open_transfers = OpenTransfers(names, ledger, waited_for, recorder, reporting, options.stuck_after_s)
-    unsafe = unsafe_loads(specs, validated.conditions, validated.policy)
-    warnings = SyncLoadWarnings(unsafe) if unsafe else None
+    warnings = SyncLoadWarnings(validated.unsafe) if validated.unsafe else None
     share = options.verify.share
     sample = BlockSample(share, layout, prompt_sizes[0], reporting) if share is not None else None
     observer = Composed([*followers, reuse, gains, open_transfers, warnings, sample])
@@ -110,12 +109,12 @@ def scheduler_side(
         waited_for=waited_for,
         # Without isolated connectors a lookup costs less.
         isolation=isolation if isolates else None,
-        async_only=async_only(specs, validated.conditions),
+        async_only=validated.async_only,
     )
     completions = Completions(
         children=children,
         ledger=ledger,
-        view=OutputView(children, ledger, visibility, StatsParts(_paths(children)), observer.stray),
+        view=OutputView(children, ledger, visibility, StatsParts(collector.classes), observer.stray),
         observer=observer,
         next_orders=next_orders,
         isolation=isolation,
@@ -133,7 +132,7 @@ def scheduler_side(
         audience=Audience(children, visibility, isolation, open_lookups, ledger, may_hide=may_hide),
         completions=completions,
         next_orders=next_orders,
-        facts=EngineFacts(layout, reporting, all_support_hma(specs)),
+        facts=EngineFacts(layout, reporting, all_support_hma),
         observer=observer,
         annotator=telemetry,
         stats=telemetry,
@@ -193,18 +192,11 @@ def _verifier(
     )
 
 
-def _paths(children: Sequence[Child]) -> dict[str, str]:
-    """Return where each connector's class is, by name."""
-    return {child.name: class_path(type(child.connector)) for child in children}
-
-
 def _collector(children: Sequence[Child], recorders: Recorders, feed: Feed | None = None) -> Collector:
+    classes = {child.name: class_path(type(child.connector)) for child in children}
     hook = "get_kv_connector_stats"
-    sources = [
-        StatsSource(child.name, path, child.get_kv_connector_stats if hook in child.implemented else None)
-        for child, path in zip(children, _paths(children).values(), strict=True)
-    ]
-    return Collector(sources, recorders.recorder, recorders.journal, feed)
+    hooks = [(child.name, child.get_kv_connector_stats) for child in children if hook in child.implemented]
+    return Collector(classes, hooks, recorders.recorder, recorders.journal, feed)
 
 
 def _introduce(validated: Validated, tracing: TracingSettings | None) -> None:
