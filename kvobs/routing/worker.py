@@ -133,7 +133,7 @@ class WorkerSide:
 
     def _note_begin(self, orders: Orders) -> None:
         """Note when this rank got the orders for loads and saves, until it reports their end."""
-        begun = [*((load.child, request) for request, load in orders.loads.items()), *orders.promised]
+        begun = [(load.child, request) for request, load in orders.loads.items()] + orders.promised
         self._began.update(dict.fromkeys(begun, wall_ns()))
         while len(self._began) > BEGUN_AT_MOST:
             del self._began[next(iter(self._began))]
