@@ -22,7 +22,7 @@ from kvobs.probe.pure import Call
 from kvobs.routing.audience import Audience
 from kvobs.routing.completions import Completions, OutputView
 from kvobs.routing.isolation import Isolation
-from kvobs.routing.lookups import POLICIES, Offers, OpenLookups
+from kvobs.routing.lookups import Offers, OpenLookups
 from kvobs.routing.metadata import NextOrders
 from kvobs.routing.scheduler import EngineFacts, SchedulerSide
 from kvobs.routing.visibility import Visibility
@@ -104,7 +104,6 @@ def scheduler_side(
         children,
         options,
         observer,
-        POLICIES[options.load_policy],
         visibility,
         waited_for=waited_for,
         # Without isolated connectors a lookup costs less.

@@ -89,7 +89,6 @@ class Offers:
         children: Sequence[Child],
         options: Options,
         observer: Observer,
-        policy: LoadPolicy,
         visibility: Sequence[Visibility],
         *,
         waited_for: Sequence[InProgress[str]],
@@ -101,7 +100,7 @@ class Offers:
         self._visibility = visibility
         self._isolation = isolation
         self._async_only = async_only
-        self._policy = policy
+        self._policy = POLICIES[options.load_policy]
         self._compares = options.compares_answers
         self._may_be_ignored = versions.ignores_answers()
         self._minimum = [options.min_tokens.get(child.name, 1) for child in children]

@@ -64,7 +64,6 @@ class Asker:
             children,
             chosen,
             self.counts,
-            POLICIES[chosen.load_policy],
             self.visibility,
             waited_for=self.waited_for,
             isolation=isolation,
