@@ -9,9 +9,8 @@ from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from kvobs.connectors.block_copies import BlockCopies
-from kvobs.connectors.capacity import record_sizes
 from kvobs.connectors.child import Child
-from kvobs.connectors.specs import between_engines, load_ends_save
+from kvobs.connectors.specs import between_engines, load_ends_save, record_sizes
 from kvobs.connectors.sync_loads import Conditions
 from kvobs.connectors.validation import Validated
 from kvobs.export.feed import Feed, feed_of
