@@ -174,14 +174,14 @@ def measures() -> Iterator[Measure]:
     files, graph = modules(), arrows()
     options = part((ROOT / "README.md").read_text(encoding="utf-8"), "table", "options")
     yield Measure("kvobs, lines", _lines(files.values()), 22_600)
-    yield Measure("kvobs, files", len(files), 166)
+    yield Measure("kvobs, files", len(files), 163)
     yield Measure(
-        "in an engine, lines", _lines(path for name, path in files.items() if room(name) not in OUTSIDE_ENGINES), 16_400
+        "in an engine, lines", _lines(path for name, path in files.items() if room(name) not in OUTSIDE_ENGINES), 16_360
     )
-    yield Measure("tests, lines", _lines((ROOT / "tests").rglob("*.py")), 53_300)
+    yield Measure("tests, lines", _lines((ROOT / "tests").rglob("*.py")), 53_600)
     yield Measure("rooms", len(graph), 21)
     yield Measure("floors", floors(graph), 9)
-    yield Measure("arrows", sum(map(len, graph.values())), 74)
+    yield Measure("arrows", sum(map(len, graph.values())), 73)
     yield Measure("options", sum(line.startswith("| `") for line in options.splitlines()), 23)
     yield Measure("boards, lines", _lines((ROOT / "dashboards/generated").rglob("*.json")), 18_100)
     yield Measure("README, lines", _lines([ROOT / "README.md"]), 260)

@@ -85,14 +85,15 @@ class MultiConnector(stock.MultiConnector):
         self._telemetry: SchedulerTelemetry | WorkerTelemetry
         fan_outs: Mapping[str, Call] = {}
         if is_scheduler:
-            self._side, self._telemetry = side, telemetry = wiring.scheduler_side(*parts, tracing=tracing)
+            side, telemetry = wiring.scheduler_side(*parts, tracing=tracing, all_support_hma=self._all_support_hma)
+            self._side, self._telemetry = side, telemetry
             self._requests_to_connector = Choices(side.ledger)
             if "aggregator" not in configuration.stock:
                 self.aggregation = aggregator.Aggregation(options.stuck_after_s, telemetry.note_in_aggregator)
                 aggregator.install()
         else:
             self._side, self._telemetry, fan_outs = wiring.worker_side(*parts)
-        hooks = hooks_of(self._side, children, fan_outs, versions.has_hook)
+        hooks = hooks_of(self._side, children, fan_outs, versions.hooks())
         self._shutdown = hooks["shutdown"]
         self.__dict__.update({name: hook for name, hook in hooks.items() if name not in vars(MultiConnector)})
 

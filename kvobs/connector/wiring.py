@@ -9,11 +9,9 @@ from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from kvobs.connectors.block_copies import BlockCopies
-from kvobs.connectors.capacity import record_sizes
 from kvobs.connectors.child import Child
-from kvobs.connectors.configured import all_support_hma
-from kvobs.connectors.specs import between_engines, load_ends_save
-from kvobs.connectors.sync_loads import Conditions, async_only, unsafe_loads
+from kvobs.connectors.specs import between_engines, load_ends_save, record_sizes
+from kvobs.connectors.sync_loads import Conditions
 from kvobs.connectors.validation import Validated
 from kvobs.export.feed import Feed, feed_of
 from kvobs.export.host_feed import HostFeed
@@ -26,9 +24,7 @@ from kvobs.routing.completions import Completions, OutputView
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers, OpenLookups
 from kvobs.routing.metadata import NextOrders
-from kvobs.routing.policies import POLICIES
 from kvobs.routing.scheduler import EngineFacts, SchedulerSide
-from kvobs.routing.sync_load_warnings import SyncLoadWarnings
 from kvobs.routing.visibility import Visibility
 from kvobs.routing.worker import WorkerSide
 from kvobs.routing.worker_isolation import WorkerGates
@@ -38,7 +34,7 @@ from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import InProgress
-from kvobs.telemetry.collector import Collector, StatsSource
+from kvobs.telemetry.collector import Collector
 from kvobs.telemetry.observers import Composed
 from kvobs.telemetry.payload.stats import StatsParts, class_path
 from kvobs.telemetry.recorders import Recorders
@@ -46,13 +42,12 @@ from kvobs.telemetry.sides import SchedulerTelemetry, WorkerTelemetry
 from kvobs.telemetry.tracing import sampling
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.telemetry.transfers.gains import Gains, step_limits
+from kvobs.telemetry.transfers.load_warnings import SlowLoads, SyncLoadWarnings
 from kvobs.telemetry.transfers.offers import OfferCounts
 from kvobs.telemetry.transfers.open_transfers import OpenTransfers
 from kvobs.telemetry.transfers.outcomes import Outcomes
 from kvobs.telemetry.transfers.peers import Peers
-from kvobs.telemetry.transfers.quarantines import Quarantines
 from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size
-from kvobs.telemetry.transfers.slow_loads import SlowLoads
 from kvobs.telemetry.verify.fingerprints import Fingerprints, Layers
 from kvobs.telemetry.verify.sample import BlockSample
 from kvobs.telemetry.verify.verifier import Verifier
@@ -71,6 +66,7 @@ def scheduler_side(
     kv_cache_config: KVCacheConfig | None,
     *,
     tracing: TracingSettings | None,
+    all_support_hma: bool,
 ) -> tuple[SchedulerSide, SchedulerTelemetry]:
     """Build the side in EngineCore, and its telemetry."""
     options, specs, recorder = validated.configuration.options, validated.specs, recorders.recorder
@@ -85,8 +81,7 @@ def scheduler_side(
     waited_for = tuple(InProgress[str]() for _ in children)
     minimum = [options.min_tokens.get(name, 1) for name in names]
     followers: list[Observer | None] = [OfferCounts(recorder, minimum), Outcomes(names, recorder)]
-    followers += [SlowLoads(names, int(options.slow_load_ms * 1e6)), Quarantines(recorder)]
-    followers += [recorders.traces, recorders.reports]
+    followers += [SlowLoads(names, int(options.slow_load_ms * 1e6)), recorders.traces, recorders.reports]
     handing = [spec.index for spec in between_engines(specs)]
     followers += [Peers(recorder, handing) if handing else None]
     followed = Composed(followers)
@@ -94,8 +89,7 @@ def scheduler_side(
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
     reuse = PromptReuse(recorder, followed, *prompt_sizes)
     open_transfers = OpenTransfers(names, ledger, waited_for, recorder, reporting, options.stuck_after_s)
-    unsafe = unsafe_loads(specs, validated.conditions, validated.policy)
-    warnings = SyncLoadWarnings(unsafe) if unsafe else None
+    warnings = SyncLoadWarnings(validated.unsafe) if validated.unsafe else None
     share = options.verify.share
     sample = BlockSample(share, layout, prompt_sizes[0], reporting) if share is not None else None
     observer = Composed([*followers, reuse, gains, open_transfers, warnings, sample])
@@ -110,17 +104,16 @@ def scheduler_side(
         children,
         options,
         observer,
-        POLICIES[options.load_policy],
         visibility,
         waited_for=waited_for,
         # Without isolated connectors a lookup costs less.
         isolation=isolation if isolates else None,
-        async_only=async_only(specs, validated.conditions),
+        async_only=validated.async_only,
     )
     completions = Completions(
         children=children,
         ledger=ledger,
-        view=OutputView(children, ledger, visibility, StatsParts(_paths(children)), observer.stray),
+        view=OutputView(children, ledger, visibility, StatsParts(collector.classes), observer.stray),
         observer=observer,
         next_orders=next_orders,
         isolation=isolation,
@@ -138,7 +131,7 @@ def scheduler_side(
         audience=Audience(children, visibility, isolation, open_lookups, ledger, may_hide=may_hide),
         completions=completions,
         next_orders=next_orders,
-        facts=EngineFacts(layout, reporting, all_support_hma(specs)),
+        facts=EngineFacts(layout, reporting, all_support_hma),
         observer=observer,
         annotator=telemetry,
         stats=telemetry,
@@ -161,7 +154,7 @@ def worker_side(
     rank, options = rank_of(vllm_config), validated.configuration.options
     host = HostFeed(vllm_config, validated.specs, options, recorders.recorder.box, rank)
     telemetry = WorkerTelemetry(recorders, _collector(children, recorders), verifier, host)
-    targets = {hook: [child.layer_target(hook) for child in children if child.does(hook)] for hook in ARGUMENTS}
+    targets = {hook: [c.layer_target(hook) for c in children if hook in c.implemented] for hook in ARGUMENTS}
     stalls = Stalls(targets, recorders.recorder)
     side = WorkerSide(
         children=children,
@@ -200,18 +193,11 @@ def _verifier(
     )
 
 
-def _paths(children: Sequence[Child]) -> dict[str, str]:
-    """Return where each connector's class is, by name."""
-    return {child.name: class_path(type(child.connector)) for child in children}
-
-
 def _collector(children: Sequence[Child], recorders: Recorders, feed: Feed | None = None) -> Collector:
+    classes = {child.name: class_path(type(child.connector)) for child in children}
     hook = "get_kv_connector_stats"
-    sources = [
-        StatsSource(child.name, path, child.get_kv_connector_stats if child.does(hook) else None)
-        for child, path in zip(children, _paths(children).values(), strict=True)
-    ]
-    return Collector(sources, recorders.recorder, recorders.journal, feed)
+    hooks = [(child.name, child.get_kv_connector_stats) for child in children if hook in child.implemented]
+    return Collector(classes, hooks, recorders.recorder, recorders.journal, feed)
 
 
 def _introduce(validated: Validated, tracing: TracingSettings | None) -> None:

@@ -14,7 +14,7 @@ from kvobs import faults
 from kvobs.connectors.gate import Gate
 from kvobs.connectors.specs import ChildSpec
 from kvobs.log import line, log
-from kvobs.probe.layer_calls import LayerCall
+from kvobs.probe.layer_calls import ARGUMENTS, LayerCall
 from kvobs.probe.pure import Call
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
@@ -30,15 +30,21 @@ if TYPE_CHECKING:
 
 # Hooks of vLLM's base class that call another hook, which a connector may implement.
 CALLS_ANOTHER = {"get_transfer_results"}
+# The base class's answers to the other hooks of each step: timing one would cost more than it takes.
+UNTIMED = frozenset(
+    function
+    for name, function in vars(KVConnectorBase_V1).items()
+    if name in TIMED and TIMED[name].cadence is Cadence.STEP and name not in CALLS_ANOTHER
+)
 _EVENTS = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "removed"}
 
 
 @dataclass(eq=False, repr=False)
 class Child:
-    """One built connector, with a recorded call for each of its hooks, under the hook's name.
+    """One built connector, with a recorded call for each of its hooks but those of layers, under the hook's name.
 
     ``connector`` is the real object, never wrapped or patched: calls that it makes to itself are not recorded. A hook
-    that it does not implement is called unrecorded, or skipped by callers that check ``does``.
+    that it does not implement is called unrecorded, or skipped by callers that look into ``implemented``.
     """
 
     index: int
@@ -51,21 +57,25 @@ class Child:
     """The sides whose hooks are called."""
 
     def __post_init__(self) -> None:
-        for name, hook in TIMED.items():
-            if hook.side in self.sides and hasattr(self.connector, name):
-                setattr(self, name, self._wrapped(hook))
+        names = [name for name, hook in TIMED.items() if hook.side in self.sides and hasattr(self.connector, name)]
+        methods = {name: getattr(self.connector, name) for name in names}
+        self.implemented = frozenset([name for name, method in methods.items() if not is_empty(method)])
+        """The hooks that it implements: they have an effect, or an answer that is not a constant."""
+        for name, method in methods.items():
+            if name not in ARGUMENTS:
+                setattr(self, name, self._wrapped(TIMED[name], method))
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Call:
             """Return a hook's call."""
 
-    def _wrapped(self, hook: Hook) -> Call:
+    def _wrapped(self, hook: Hook, method: Call) -> Call:
         """Return a hook's call in all that surrounds it, from the inside: drained, recorded, in its trace, guarded."""
-        method = call = getattr(self.connector, hook.name)
+        call = method
         if hook.combine is Combine.CHAIN:
             call = partial(_drained, method, partial(count_events, self.recorder, self.index))
-        if not is_empty(method) and not _is_inherited(hook, method):
+        if hook.name in self.implemented and getattr(method, "__func__", None) not in UNTIMED:
             call = self.recorder.timed(self.index, hook.name, call)
             if self.activated is not None and hook.cadence is Cadence.REQUEST:
                 call = self.activated(call)
@@ -75,18 +85,6 @@ class Child:
         """Return the unrecorded call of a layer hook, for the fan-out that counts it."""
         call: Call = getattr(self.connector, hook)
         return LayerCall(self.index, call if self.gate is None else self.gate.guard_layer(hook, call))
-
-    def does(self, hook: str) -> bool:
-        """Return whether the child implements this hook: it has an effect, or an answer that is not a constant."""
-        return not is_empty(getattr(self.connector, hook))
-
-
-def _is_inherited(hook: Hook, method: Call) -> bool:
-    """Return whether vLLM's base class answers a hook of each step: timing it would cost more than it takes."""
-    if hook.cadence is not Cadence.STEP or hook.name in CALLS_ANOTHER:
-        return False
-    function = getattr(method, "__func__", None)
-    return function is not None and function is getattr(KVConnectorBase_V1, hook.name, None)
 
 
 def _drained(call: Call, count: Callable[[Sequence[Any]], None], *args: Any, **kwargs: Any) -> tuple[Any, ...]:

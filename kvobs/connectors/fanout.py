@@ -4,7 +4,7 @@ The callables become attributes of the connector instance, so that a hook costs 
 connector that does not implement a hook is not called: most do not implement most layer hooks.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvobs.connectors.child import Child
@@ -15,7 +15,7 @@ from kvobs.vllm_api.hooks import Cadence, Combine, Hook
 
 
 def hooks_of(
-    side: object, children: Sequence[Child], fan_outs: Mapping[str, Call], known_to_host: Callable[[str], bool]
+    side: object, children: Sequence[Child], fan_outs: Mapping[str, Call], known_to_host: Collection[str]
 ) -> dict[str, Call]:
     """Return the callable of each hook that this vLLM knows, and calls on the side that the connectors were built for.
 
@@ -25,7 +25,7 @@ def hooks_of(
     hooks: dict[str, Call] = {}
     for name, hook in TIMED.items():
         rule = RULES.get(hook.combine)
-        if hook.side not in children[0].sides or not known_to_host(name):
+        if hook.side not in children[0].sides or name not in known_to_host:
             continue
         if name in fan_outs:
             hooks[name] = fan_outs[name]
@@ -37,7 +37,7 @@ def hooks_of(
 
 
 def _each(hook: Hook, children: Sequence[Child]) -> Call:
-    calls = tuple(getattr(child, hook.name) for child in children if child.does(hook.name))
+    calls = [getattr(child, hook.name) for child in children if hook.name in child.implemented]
 
     def each(*args: Any, **kwargs: Any) -> None:
         for call in calls:
@@ -69,12 +69,12 @@ def call_all(name: str, children: Iterable[Child], *args: Any, **kwargs: Any) ->
 
 
 def _any(hook: Hook, children: Sequence[Child]) -> Call:
-    calls = tuple(getattr(child, hook.name) for child in children)
+    calls = [getattr(child, hook.name) for child in children]
     return lambda *args, **kwargs: any(call(*args, **kwargs) for call in calls)
 
 
 def _chain(hook: Hook, children: Sequence[Child]) -> Call:
-    calls = tuple(getattr(child, hook.name) for child in children if child.does(hook.name))
+    calls = [getattr(child, hook.name) for child in children if hook.name in child.implemented]
 
     def chain(*args: Any, **kwargs: Any) -> list[Any]:
         items: list[Any] = []

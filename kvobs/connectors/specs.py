@@ -1,15 +1,20 @@
-"""A configured connector: its name, class and configuration, and whether it can be isolated."""
+"""A configured connector: its name, class and configuration, whether it can be isolated, and how much it stores."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from kvobs.faults import contained
+from kvobs.schema import signals
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from kvobs.probe.recorder import Recorder
 
 BETWEEN_ENGINES = ("NixlBaseConnector", "NixlConnector", "MooncakeConnector", "P2pNcclConnector", "MoRIIOConnector")
 HAND_OFF = dict.fromkeys(BETWEEN_ENGINES, "hands KV over to another engine")
@@ -57,7 +62,7 @@ def between_engines(specs: Iterable[ChildSpec]) -> list[ChildSpec]:
 
 def is_kvobs(connector_class: type) -> bool:
     """Return whether a class is kvobs's own, or a subclass of it."""
-    return any(base.__module__ == "kvobs.connector" for base in connector_class.__mro__)
+    return "kvobs.connector" in [base.__module__ for base in connector_class.__mro__]
 
 
 def why_not_isolated(spec: ChildSpec) -> str | None:
@@ -79,3 +84,21 @@ def load_ends_save(connector: object) -> bool:
 def name_among(connector_class: type, names: Container[str]) -> str | None:
     """Return the first of these class names that a class or one of its bases has."""
     return next((base.__name__ for base in connector_class.__mro__ if base.__name__ in names), None)
+
+
+@contained("record")
+def record_sizes(
+    recorder: Recorder, specs: Sequence[ChildSpec], bytes_per_token: float, ranks: int, copies: int
+) -> None:
+    """Record how many tokens each connector stores, if its options state it.
+
+    A token takes ``bytes_per_token`` on all ranks together, 0 if unknown; ``copies`` ranks have the same KV cache.
+    """
+    for spec in specs if bytes_per_token else ():
+        options, name = spec.transfer_config.kv_connector_extra_config, name_among(spec.connector_class, STATED_BYTES)
+        is_unclear = name == "OffloadingConnector" and copies == ranks > 1  # with MLA it may store one copy
+        if name is None or is_unclear or any(map(options.get, STORES_MORE)):
+            continue
+        if key := next(filter(options.get, STATED_BYTES[name]), None):
+            size = int(options[key]) * (ranks if STATED_BYTES[name][key] else 1) / bytes_per_token
+            recorder.set_gauge(spec.index, signals.slot(signals.CAPACITY_TOKENS), int(size))

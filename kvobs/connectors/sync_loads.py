@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 from kvobs.connectors.specs import ChildSpec, why_not_isolated
@@ -105,15 +105,16 @@ def async_only(of: Sequence[ChildSpec], conditions: Conditions) -> frozenset[int
     return frozenset(spec.index for spec in of if spec.is_isolated and (is_unsafe or savers - {spec.index}))
 
 
-def unused_offers(of: Sequence[ChildSpec], conditions: Conditions) -> Iterator[Finding]:
-    """Warn about isolated connectors whose synchronous loads the router refuses, unless they make none."""
+def unused_offers(of: Sequence[ChildSpec], conditions: Conditions, refused: Container[int]) -> Iterator[Finding]:
+    """Warn about isolated connectors whose synchronous loads are ``refused``, unless they make none."""
     why = danger(conditions) or SIBLINGS
     other = "give the other connectors kv_role kv_consumer" if why is SIBLINGS else why.setting
     fix = f"remove it from the list, or {other}" if other else "remove it from the list"
-    refused = async_only(of, conditions)
     for spec in of:
+        if spec.index not in refused or why_not_isolated(spec) is not None:
+            continue
         is_sync = loads_synchronously(spec.connector_class)
-        if spec.index in refused and is_sync is not False and why_not_isolated(spec) is None:
+        if is_sync is not False:
             hits = (
                 "which offers synchronous loads only: its hits are not used"
                 if is_sync

@@ -12,7 +12,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvobs.connectors.specs import HAND_OFF, ChildSpec, is_kvobs, name_among, why_not_isolated
-from kvobs.connectors.sync_loads import SAFE, Conditions, loads_synchronously, unsafe_loads, unused_offers
+from kvobs.connectors.sync_loads import (
+    SAFE,
+    Conditions,
+    async_only,
+    loads_synchronously,
+    unsafe_loads,
+    unused_offers,
+)
 from kvobs.schema import config
 from kvobs.schema.config import PATH, Configuration
 from kvobs.schema.findings import Finding, cut, unknown
@@ -43,13 +50,14 @@ class Validated:
 
     configuration: Configuration  # the options and names; the defaults if there are mistakes in them
     policy: object = "fail"  # vLLM's kv_load_failure_policy
-    conditions: Conditions = SAFE  # of the engine
     entries: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)  # with a class, by position: name
     transfers: dict[int, Any] = field(default_factory=dict)  # the valid transfer configurations of these, by position
     specs: list[ChildSpec] = field(default_factory=list)  # the children whose entry is valid and whose class is known
     mistakes: list[Finding] = field(default_factory=list)  # they end the start
     warnings: list[Finding] = field(default_factory=list)  # settings without the intended effect
     absent: dict[str, Finding] = field(default_factory=dict)  # isolated connectors replaced by the stand-in: problem
+    async_only: frozenset[int] = frozenset()  # the children whose synchronous loads are not used
+    unsafe: dict[int, Finding] = field(default_factory=dict)  # those whose are not recomputed rightly: warning
 
 
 def validate(
@@ -114,12 +122,12 @@ def find_classes(
         if spec.name in options.min_tokens and (kind := name_among(spec.connector_class, HAND_OFF)):
             found = f"found a minimum for {spec.connector_class.__name__}, which can't have one: it {HAND_OFF[kind]}"
             checked.mistakes.append(Finding(f"{PATH}.kvobs.min_tokens.{spec.name}", found, fix="remove it"))
-    checked.conditions = conditions
-    checked.warnings += unused_offers(checked.specs, conditions)
-    unsafe = unsafe_loads(checked.specs, conditions, checked.policy)
+    checked.async_only = async_only(checked.specs, conditions)
+    checked.warnings += unused_offers(checked.specs, conditions, checked.async_only)
+    checked.unsafe = unsafe_loads(checked.specs, conditions, checked.policy)
     for spec in checked.specs:  # of the others the router warns at the first synchronous load
-        if spec.index in unsafe and loads_synchronously(spec.connector_class):
-            checked.warnings.append(unsafe[spec.index])
+        if spec.index in checked.unsafe and loads_synchronously(spec.connector_class):
+            checked.warnings.append(checked.unsafe[spec.index])
 
 
 def path_of(index: int) -> str:

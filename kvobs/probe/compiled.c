@@ -14,10 +14,10 @@
 #include <string.h>
 #include <time.h>
 
-#define VERSION 1
+#define VERSION 2
 #define BITS 65 /* of a duration: 0 to 64 */
 #define RECORD 3 /* words: begin and duration of a call, and which it was */
-#define CALLS_AT 32 /* the first bit of the number of calls in a record's last word */
+#define CALLS_AT 32 /* the first bit of the number of calls in a record's last word; see kvobs/probe/ring.py */
 #define UNLIKELY(x) __builtin_expect(!!(x), 0)
 
 typedef struct {
@@ -170,13 +170,14 @@ static PyObject *calls_call(Calls *self, PyObject *args, PyObject *keywords) {
     return answer;
 }
 
-/* Read (call, begun, histogram, what, noticed_ns, notice, failed). */
+/* Read (call, begun, histogram, noticed_ns, notice, failed). */
 static int read_target(Probe *p, Target *t, PyObject *from) {
     PyObject *call, *notice, *failed;
     Py_ssize_t begun, histogram;
-    long long what, noticed;
-    if (!PyArg_ParseTuple(from, "OnnLLOO;a target", &call, &begun, &histogram, &what, &noticed, &notice, &failed)) return -1;
+    long long noticed;
+    if (!PyArg_ParseTuple(from, "OnnLOO;a target", &call, &begun, &histogram, &noticed, &notice, &failed)) return -1;
     if (!is_within(p, begun, 2) || !is_within(p, histogram, p->sum + 1)) return -1;
+    int64_t what = (int64_t)1 << CALLS_AT | (int64_t)begun << 1;
     *t = (Target){Py_NewRef(call), Py_NewRef(notice), Py_NewRef(failed), p->words + begun, p->words + histogram, noticed, what};
     return 0;
 }

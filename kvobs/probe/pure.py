@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvobs.probe.ring import CALLS_AT, WORDS
+from kvobs.probe.ring import CALLS_AT, WORDS, pack
 
 Call = Callable[..., Any]
 Clock = Callable[[], int]
@@ -26,7 +26,6 @@ class Target(NamedTuple):
     begun: int
     """Position of its marks: its begin, and the begin of the last one that ended."""
     histogram: int
-    what: int  # of its record in the ring
     noticed_ns: int
     notice: Callable[[int, int, Any], int]
     """Gets begin, duration and first argument of a call longer than ``noticed_ns``; returns the duration to count."""
@@ -107,10 +106,10 @@ class PureProbe(Probe):
         self.words[histogram + total] += ns
 
     def timed(self, *target: Any) -> Call:
-        call, begun, histogram, what, noticed_ns, notice, failed = Target(*target)
+        call, begun, histogram, noticed_ns, notice, failed = Target(*target)
         words, ended, following, first, last = self.words, begun + 1, self._next, self._ring, self._last
         bucket, total, short_ns = self._buckets, histogram + self._total, min(self._short_ns, noticed_ns)
-        clock = self._clock
+        clock, what = self._clock, pack(begun)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = words[begun] = clock()

@@ -25,7 +25,7 @@ from kvobs.probe.pauses import Pauses
 from kvobs.probe.pure import Call, Target
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, Signal, place
-from kvobs.vllm_api.hooks import HOOKS, Cadence
+from kvobs.vllm_api.hooks import Cadence
 
 SUM = CALL_DURATION.sum_offset
 
@@ -91,7 +91,9 @@ class Recorder:
         self._opened: dict[tuple[str | int, ...], int] = {}
         self._gauges: dict[int, int] = {}
         self._changed_gauges: dict[int, int] = {}
-        self._slow_ns = slow_ns
+        once = Cadence.ONCE
+        self.slow_ns = {name: NEVER if hook.cadence is once else slow_ns for name, hook in signals.TIMED.items()}
+        """The duration above which a call is slow, by hook."""
         self.pauses = Pauses()  # none, until this process is watched
         self.listener = listener
         self.traces_all = listener is not None and listener.traces_all
@@ -103,23 +105,20 @@ class Recorder:
         self._taken = bytearray(8 * place(children, 0))
         firsts = [place(child, 0) for child in range(children)]
         self._call_slots = frozenset([first + slot for first in firsts for slot in _BUCKETS])
+        self._firsts: dict[int | None, int] = {None: self._first}  # positions of the slots from 0 on, by child
+        self._firsts.update(enumerate([self._first + first for first in firsts]))
 
-    def count(self, child: int, slot: int, n: int = 1) -> None:
-        """Add ``n`` to a slot (see ``signals.slot``) of the child at this position."""
+    def count(self, child: int | None, slot: int, n: int = 1) -> None:
+        """Add ``n`` to a slot (see ``signals.slot``) of the child at this position, or of this process."""
         try:
-            self._add(place(child, slot), n)
+            self._add(self._firsts[child] + slot, n)
         except Exception:
             faults.contain("record")
 
     @contained("record")
-    def count_own(self, slot: int, n: int) -> None:
-        """Add ``n`` to a slot of this process."""
-        self._add(slot, n)
-
-    @contained("record")
     def observe(self, child: int, signal: Signal, ns: int, *values: str) -> None:
         """Add a duration to a histogram of this child."""
-        ns, first = max(0, ns), place(child, signals.slot(signal, *values))
+        ns, first = max(0, ns), self._firsts[child] + signals.slot(signal, *values)
         self._add(first + buckets(signal)[(ns - 1).bit_length()], 1)
         self._add(first + signal.sum_offset, ns)
 
@@ -136,8 +135,8 @@ class Recorder:
         if self._gauges.get(at, 0) != value:
             self._gauges[at] = self._changed_gauges[at] = value
 
-    def _add(self, slot: int, n: int) -> None:
-        at = self._first + slot
+    def _add(self, at: int, n: int) -> None:
+        """Add to the word at this position."""
         try:
             self.words[at] += n
         except ValueError:  # a sum of ns wraps around, and its growth is right
@@ -145,22 +144,18 @@ class Recorder:
 
     def calls(self, child: int, hook: str) -> int:
         """Return the position of the histogram of this hook's calls into this child."""
-        return self._first + place(child, _CALLS[hook])
+        return self._firsts[child] + _CALLS[hook]
 
     def histogram(self, child: int, signal: Signal) -> int:
         """Return the position of a histogram of this child."""
-        return self._first + place(child, signals.slot(signal))
-
-    def slow_ns(self, hook: str) -> int:
-        """Return the duration above which a call of this hook is slow."""
-        return NEVER if HOOKS[hook].cadence is Cadence.ONCE else self._slow_ns
+        return self._firsts[child] + signals.slot(signal)
 
     def target(self, child: int, hook: str, call: Call, notice: Callable[[int, int, Any], int] | None = None) -> Target:
         """Return ``call`` with what counts it; ``notice`` replaces the usual one."""
-        marks, noticed_ns = self.box.marks(child, hook), -1 if self.traces_all else self.slow_ns(hook)
+        marks, histogram = self.box.marks(child, hook), self._firsts[child] + _CALLS[hook]
+        noticed_ns = -1 if self.traces_all else self.slow_ns[hook]
         notice = notice if notice is not None else partial(self.notice, child, hook)
-        failed = partial(self.failed, child, hook)
-        return Target(call, marks, self.calls(child, hook), ring.pack(marks), noticed_ns, notice, failed)
+        return Target(call, marks, histogram, noticed_ns, notice, partial(self.failed, child, hook))
 
     def timed(self, child: int, hook: str, call: Call) -> Call:
         """Return ``call`` with every call timed and its errors counted; answers and errors pass untouched."""
@@ -180,7 +175,7 @@ class Recorder:
     def count_slow(self, child: int, hook: str, start: int, spent: int) -> tuple[int, bool]:
         """Count a call if it is slow; return its time without pauses, and whether it is."""
         ran = self._ran_ns(hook, start, spent)
-        if is_slow := ran > self.slow_ns(hook):
+        if is_slow := ran > self.slow_ns[hook]:
             self._slow(child, hook, start, ran)
         return ran, is_slow
 
@@ -191,16 +186,16 @@ class Recorder:
 
     def _ran_ns(self, hook: str, start: int, spent: int) -> int:
         """Return a call's time; without pauses of the process if it would be slow with them."""
-        return self.pauses.ran_ns(start, spent) if spent > self.slow_ns(hook) else spent
+        return self.pauses.ran_ns(start, spent) if spent > self.slow_ns[hook] else spent
 
     def _slow(self, child: int, hook: str, start: int, spent: int) -> None:
         """Count a slow call; log the first of this hook that is not explained by waiting for a core."""
         self.count(child, signals.slot(signals.SLOW_CALLS, signals.hook_label(hook)))
         level, key, more = logging.WARNING, "slow", ". Further slow calls are only counted (kvobs_slow_calls_total)"
-        if spent - self.pauses.waited_ns(start, spent) <= self.slow_ns(hook):
+        if spent - self.pauses.waited_ns(start, spent) <= self.slow_ns[hook]:
             level, key, more = logging.INFO, "starved", ", and may have waited so long for a core of this busy machine"
         text = f"connector %r: %s took %.0f ms, more than slow_call_ms (%g){more}"
-        once(f"{key}:{child}:{hook}", level, text, self._names[child], hook, spent / 1e6, self.slow_ns(hook) / 1e6)
+        once(f"{key}:{child}:{hook}", level, text, self._names[child], hook, spent / 1e6, self.slow_ns[hook] / 1e6)
 
     @contained("record")
     def failed(  # noqa: PLR0917 - the probe passes them by position
@@ -228,7 +223,7 @@ class Recorder:
         """Return the increments since the last call."""
         begin = perf_counter_ns()
         collected, self.pauses.collected_ns = self.pauses.collected_ns, 0
-        self._add(_COLLECTED[self.box.rank is None], collected)
+        self.count(None, _COLLECTED[self.box.rank is None], collected)
         counts = self.probe.take(self._first, self._taken)
         calls = sum([n for slot, n in counts.items() if slot in self._call_slots])
         if calls:
@@ -236,7 +231,7 @@ class Recorder:
         taken, self._opened = self._opened, dict.fromkeys(self._opened, 0)
         opened = [[*key, n] for key, n in list(taken.items()) if n]  # a copy: another thread may add one
         gauges, self._changed_gauges = self._changed_gauges, {}
-        self._add(_FLUSH, perf_counter_ns() - begin)  # sent with the next
+        self.count(None, _FLUSH, perf_counter_ns() - begin)  # sent with the next
         return Increments(counts, opened, gauges)
 
 

@@ -61,13 +61,10 @@ class Audience:
         self._open_lookups.forget(request_id)
 
     def allocate(self, request: Any, blocks: Any, computed: int, left_open: Collection[int]) -> Iterator[Child]:
-        """Yield the connectors that are given a request's blocks.
+        """Yield the connectors that are given a request's blocks, where some may not be.
 
         Those in ``left_open`` have not answered the lookup: they are given them once they have.
         """
-        if not self.may_hide:
-            yield from self._children
-            return
         request_id = request.request_id
         self._open_lookups.leave_open(request, blocks, computed, left_open)
         for child in self._children:

@@ -66,7 +66,7 @@ class OutputView:
         stats: StatsParts,
         stray: Callable[[Stray], None],
     ) -> None:
-        self._shown_to = [child for child in children if child.does("update_connector_output")]
+        self._shown_to = [child for child in children if "update_connector_output" in child.implemented]
         self.is_watched = bool(self._shown_to)  # if not, an output without loads and saves need not be shown
         self._ledger = ledger
         self._visibility = visibility

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvobs.clock import wall_ns
 from kvobs.log import once
-from kvobs.routing.policies import LoadPolicy
 from kvobs.state.events import Observer, Outcome
-from kvobs.state.offers import NO_RESULT, NOTHING, LookupResult, Offer
-from kvobs.state.transfers import InProgress
+from kvobs.state.transfers import NO_RESULT, NOTHING, InProgress, LookupResult, Offer
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -28,6 +27,18 @@ if TYPE_CHECKING:
     from kvobs.routing.isolation import Isolation
     from kvobs.routing.visibility import Visibility
     from kvobs.schema.options import Options
+
+LoadPolicy: TypeAlias = Callable[[Sequence[Offer]], Offer]
+"""Returns the offer to load from; there is at least one, and they are in the order of the configuration."""
+
+
+def longest(offers: Sequence[Offer]) -> Offer:
+    """Return the offer with most tokens, the first of equals."""
+    return max(offers, key=lambda offer: offer.tokens)
+
+
+POLICIES: Mapping[str, LoadPolicy] = {"first": itemgetter(0), "longest": longest}
+"""The values of the option ``load_policy``; the first is vLLM's."""
 
 
 class _Silence(Enum):
@@ -78,7 +89,6 @@ class Offers:
         children: Sequence[Child],
         options: Options,
         observer: Observer,
-        policy: LoadPolicy,
         visibility: Sequence[Visibility],
         *,
         waited_for: Sequence[InProgress[str]],
@@ -90,7 +100,7 @@ class Offers:
         self._visibility = visibility
         self._isolation = isolation
         self._async_only = async_only
-        self._policy = policy
+        self._policy = POLICIES[options.load_policy]
         self._compares = options.compares_answers
         self._may_be_ignored = versions.ignores_answers()
         self._minimum = [options.min_tokens.get(child.name, 1) for child in children]

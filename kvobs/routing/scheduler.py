@@ -5,7 +5,7 @@ There is one instance, in EngineCore. Its methods are vLLM's hooks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -98,7 +98,10 @@ class SchedulerSide:
         lookup = self.offers.settle(request_id)
         self.observer.allocated(request, lookup, owner, tokens)
         self._admit(request, blocks, tokens, lookup.local, owner, is_async=is_async)
-        for child in self.audience.allocate(request, blocks, lookup.local, lookup.left_open):
+        children: Iterable[Child] = self.children
+        if self.audience.may_hide:
+            children = self.audience.allocate(request, blocks, lookup.local, lookup.left_open)
+        for child in children:
             child.update_state_after_alloc(request, blocks, tokens if child.index == owner else 0)
 
     def _admit(

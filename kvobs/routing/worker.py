@@ -86,8 +86,9 @@ class WorkerSide:
         self._reports: list[Report] = []
         self._failed_syncs: set[str] = set()
         self._unknown: dict[str, list[Any]] = {}  # further fields of the children's results
-        self._handling_preemptions = [child for child in self.children if child.does("handle_preemptions")]
-        self._with_events = [child for child in self.children if child.does("get_kv_connector_kv_cache_events")]
+        preempting, with_events = "handle_preemptions", "get_kv_connector_kv_cache_events"
+        self._handling_preemptions = [child for child in self.children if preempting in child.implemented]
+        self._with_events = [child for child in self.children if with_events in child.implemented]
 
     # Before the forward
 
@@ -132,7 +133,7 @@ class WorkerSide:
 
     def _note_begin(self, orders: Orders) -> None:
         """Note when this rank got the orders for loads and saves, until it reports their end."""
-        begun = [*((load.child, request) for request, load in orders.loads.items()), *orders.promised]
+        begun = [(load.child, request) for request, load in orders.loads.items()] + orders.promised
         self._began.update(dict.fromkeys(begun, wall_ns()))
         while len(self._began) > BEGUN_AT_MOST:
             del self._began[next(iter(self._began))]
@@ -339,7 +340,7 @@ class WorkerSide:
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
         """Give each child its own copy operation, so that its copies are counted."""
         for child in self.children:
-            if child.does("set_host_xfer_buffer_ops"):
+            if "set_host_xfer_buffer_ops" in child.implemented:
                 child.set_host_xfer_buffer_ops(self.copies.operation(child.index, copy_operation))
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:

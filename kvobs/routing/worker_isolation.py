@@ -33,7 +33,7 @@ class WorkerGates:
         self._states = dict.fromkeys(self._gates, IsolationState(0, is_out=False))  # the scheduler's last
         self._failed_for_good: set[int] = set()
         self._names = [child.name for child in children]
-        self._never_begins = {child.index for child in children if not child.does("start_load_kv")}
+        self._never_begins = {child.index for child in children if "start_load_kv" not in child.implemented}
         self._never_again = {child.index for child in children if name_among(type(child.connector), NEVER_AGAIN)}
         self._broken: set[tuple[int, int]] = set()
         self._loads: dict[int, list[LoadOrder]] = {}  # of this step

@@ -7,7 +7,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -197,8 +196,11 @@ def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[Findi
             mistakes.append(Finding(f"{path}[{i}]", f"found {show(name)}", allowed, "choose another name"))
     names = list(given[: len(configured)])
     for connector in configured[len(names) :]:
-        candidates = (connector if n == 1 else f"{connector}-{n}" for n in count(1))
-        names.append(next(name for name in candidates if name not in names and name != RESERVED_NAME))
+        name, n = connector, 1
+        while name in names or name == RESERVED_NAME:
+            n += 1
+            name = f"{connector}-{n}"
+        names.append(name)
     for name, times in Counter(names).items():
         if times > 1:
             found = f"found {show(name)} for {times} connectors"

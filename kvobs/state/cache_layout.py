@@ -43,7 +43,7 @@ class CacheLayout:
         for group, ids in enumerate(block_ids):
             size = self.block_sizes[group] if group < len(self.block_sizes) else 0
             part = ids[local // size : -(-(local + external) // size)] if size else ids
-            loaded.append(tuple(i for i in part if i != 0))
+            loaded.append(tuple(filter(None, part)))
         return tuple(loaded)
 
     def lost(self, blocks: Blocks, bad: Collection[int], local: int, external: int) -> int:

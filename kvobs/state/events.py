@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from inspect import isfunction
 from typing import Any, Literal, Protocol
 
-from kvobs.state.offers import LookupResult, Offer
-from kvobs.state.transfers import Gain, Load, ReportKind, Save, Stray
+from kvobs.state.transfers import Gain, Load, LookupResult, Offer, ReportKind, Save, Stray
 
 Params = dict[str, Any]
 """vLLM's ``kv_transfer_params``."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvobs import faults
 from kvobs.probe.increments import Increments
@@ -36,14 +36,6 @@ class Sink(Closing, Protocol):
         """Hand over a payload; this never waits."""
 
 
-class StatsSource(NamedTuple):
-    """A connector, and its hook for stats if it implements that."""
-
-    name: str
-    path: str  # of its class, as "module:Class"
-    hook: Callable[[], KVConnectorStats | None] | None
-
-
 @faults.contained("flush")
 def divert(stats: KVConnectorStats | None, sink: Sink) -> None:
     """Take the workers' numbers out of their payload, for the exporter; the connectors' own stats stay."""
@@ -58,15 +50,21 @@ def divert(stats: KVConnectorStats | None, sink: Sink) -> None:
 class Collector:
     """Collects the payload of one process: the children's own stats, and kvobs's numbers when they are due.
 
-    With ``sink`` kvobs's numbers go to the exporter instead.
+    ``classes`` are the paths of the children's classes as "module:Class", by name; ``hooks`` the calls for the stats of
+    those that have any. With ``sink`` kvobs's numbers go to the exporter instead.
     """
 
     def __init__(
-        self, sources: Sequence[StatsSource], recorder: Recorder, journal: Journal, sink: Sink | None = None
+        self,
+        classes: Mapping[str, str],
+        hooks: Sequence[tuple[str, Callable[[], KVConnectorStats | None]]],
+        recorder: Recorder,
+        journal: Journal,
+        sink: Sink | None = None,
     ) -> None:
         self._sink = sink
-        self._hooks = [(source.name, source.hook) for source in sources if source.hook is not None]
-        self._classes = {source.name: source.path for source in sources}
+        self._hooks = hooks
+        self.classes = classes
         self._recorder = recorder
         self._journal = journal
 
@@ -81,7 +79,7 @@ class Collector:
             is_due = False
         if not data and not is_due:
             return None
-        if (numbers := self._numbers() if is_due else KvobsStats.bare(self._classes)) is not None:
+        if (numbers := self._numbers() if is_due else KvobsStats.bare(self.classes)) is not None:
             data[RESERVED_NAME] = numbers
         return MultiKVConnectorStats(data=data) if data else None
 
@@ -96,13 +94,13 @@ class Collector:
         increments = self._taken() or Increments.none()
         for where, n in faults.take().items():
             increments.counts[signals.slot(signals.INTERNAL_ERRORS, where)] = n
-        return KvobsStats.of(self._classes, increments)
+        return KvobsStats.of(self.classes, increments)
 
     @faults.contained("flush")
     def _taken(self) -> Increments:
         spans, counted = self._journal.take()
         for slot, n in counted.items():
-            self._recorder.count_own(slot, n)
+            self._recorder.count(None, slot, n)
         return self._recorder.take()._replace(spans=spans)
 
 

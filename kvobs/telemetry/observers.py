@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from kvobs.faults import contain
@@ -23,21 +24,17 @@ class Composed(Observer):
                 if getattr(method, "__func__", None) is not nothing:
                     calls.append((method, isinstance(each, Traces)))
             if calls:
-                setattr(self, event, _announcement(calls))
+                setattr(self, event, partial(_announce, calls))
         self.wants_lookups = "looked_up" in vars(self)
 
 
-def _announcement(calls: Sequence[tuple[Call, bool]]) -> Call:
-    """Return an event's calls as one; of each it is known whether it traces."""
-
-    def announce(*args: Any, **kwargs: Any) -> None:
-        for call, traces in calls:
-            try:
-                call(*args, **kwargs)
-            except Exception:
-                if traces:
-                    contain("trace")
-                else:
-                    contain("record")
-
-    return announce
+def _announce(calls: Sequence[tuple[Call, bool]], *args: Any, **kwargs: Any) -> None:
+    """Make the calls of an event; of each it is known whether it traces."""
+    for call, traces in calls:
+        try:
+            call(*args, **kwargs)
+        except Exception:
+            if traces:
+                contain("trace")
+            else:
+                contain("record")

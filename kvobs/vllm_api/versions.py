@@ -1,7 +1,7 @@
 """Hold all differences between vLLM 0.27 and 0.33: a new release of vLLM is checked, and added, here.
 
 Importing this module needs no vLLM: functions import it when they are called. What is needed in every step is resolved
-once, by the module that uses it. Hooks that only some versions have are in ``hooks``: there ``has_hook`` decides.
+once, by the module that uses it. Hooks that only some versions have are in the table of hooks, too.
 """
 
 import dataclasses
@@ -20,19 +20,16 @@ from kvobs.vllm_api.proc import stat
 # Hooks
 
 
-def has_hook(name: str) -> bool:
-    """Return whether this vLLM has a hook."""
+def hooks() -> set[str]:
+    """Return the public hooks of this vLLM."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-    return hasattr(KVConnectorBase_V1, name) or hasattr(SupportsHMA, name)
+    return {name for cls in (KVConnectorBase_V1, SupportsHMA) for name in vars(cls) if not name.startswith("_")}
 
 
 def unknown_hooks() -> list[str]:
-    """Return the public hooks of this vLLM that are not in the table of hooks."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
-
-    public = {name for cls in (KVConnectorBase_V1, SupportsHMA) for name in vars(cls) if not name.startswith("_")}
-    return sorted(public - set(HOOKS) - set(INHERITED))
+    """Return the hooks of this vLLM that are not in the table of hooks."""
+    return sorted(hooks() - set(HOOKS) - set(INHERITED))
 
 
 def sleep_mode_hook(connector_class: Any) -> Callable[..., bool] | None:

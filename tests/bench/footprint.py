@@ -36,8 +36,8 @@ class Footprint(NamedTuple):
 
 BARS = {
     "decode step": Footprint(calls=48, files=15, hops=35),
-    "load's first step": Footprint(calls=156, files=31, hops=103),
-    "build": Footprint(calls=1490, files=58, hops=940),
+    "load's first step": Footprint(calls=137, files=25, hops=85),
+    "build": Footprint(calls=898, files=56, hops=439),
 }
 """The most that kvobs's paths may be, as Python 3.11 counts, without the calls of the compiled probe.
 

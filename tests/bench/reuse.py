@@ -9,7 +9,7 @@ from typing import Any
 
 from kvobs.probe.recorder import Recorder
 from kvobs.state.events import Observer
-from kvobs.state.offers import NO_RESULT
+from kvobs.state.transfers import NO_RESULT
 from kvobs.telemetry.transfers.reuse import PromptReuse
 from tests.bench.calls import slowness
 from tests.bench.report import Budget, Line, Part

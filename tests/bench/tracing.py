@@ -28,8 +28,7 @@ from vllm.v1.request import Request
 from kvobs.export.span_export import SpanCutter
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals, spans
-from kvobs.state.offers import LookupResult, Offer
-from kvobs.state.transfers import Load, Report, ReportKind
+from kvobs.state.transfers import Load, LookupResult, Offer, Report, ReportKind
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.tracing.call_spans import CallSpans
 from kvobs.telemetry.tracing.journal import Journal

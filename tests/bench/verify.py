@@ -12,7 +12,7 @@ import torch
 
 from kvobs.probe.recorder import Recorder
 from kvobs.state.cache_layout import CacheLayout
-from kvobs.state.offers import NO_RESULT
+from kvobs.state.transfers import NO_RESULT
 from kvobs.telemetry.verify.fingerprints import Fingerprints
 from kvobs.telemetry.verify.sample import BlockSample
 from kvobs.telemetry.verify.verifier import Verifier

@@ -9,7 +9,7 @@ import pytest
 
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason, Record
-from kvobs.state.offers import LookupResult, Offer
+from kvobs.state.transfers import LookupResult, Offer
 from kvobs.telemetry.tracing.journal import Journal
 from kvobs.telemetry.tracing.sampling import TracingSettings, Verdicts
 from kvobs.telemetry.tracing.trace_context import TraceContext

@@ -114,7 +114,7 @@ def test_offers(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
         ("kvobs_unused_offers_total", 0, 1),
     ):
         assert (engine.value(metric, "one"), engine.value(metric, "two")) == (one, two), metric
-    if versions.has_hook("get_external_cache_hit_sources"):
+    if "get_external_cache_hit_sources" in versions.hooks():
         assert engine.series("kvobs_hit_tokens_total") == {("one", "unspecified"): BLOCK}
     lost = {key: n for key, n in engine.series("kvobs_unused_hit_tokens_total").items() if n}
     assert lost == {("two", "other_chosen"): 2 * BLOCK}

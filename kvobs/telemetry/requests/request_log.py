@@ -143,7 +143,7 @@ class RequestLog:
             self._queue.put(fields)
         else:
             dropped += 1
-        self._recorder.count_own(_DROPPED, dropped)
+        self._recorder.count(None, _DROPPED, dropped)
 
     @contained("flush")
     def close(self) -> None:

@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from kvobs.faults import contained
 from kvobs.state.events import ObservedRequest, Observer, Params
-from kvobs.state.offers import LookupResult
 from kvobs.state.request_report import RequestReport
-from kvobs.state.transfers import Gain, Load, Save, WrongBlocks
+from kvobs.state.transfers import Gain, Load, LookupResult, Save, WrongBlocks
 from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, REPORT, field_of, into_params
 
 ASKED = "asked"

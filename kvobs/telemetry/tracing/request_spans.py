@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from kvobs.schema import spans
 from kvobs.schema.spans import Reason, Record, Span, Value
-from kvobs.state.offers import NO_RESULT, LookupResult
-from kvobs.state.transfers import Gain, Load, Save, WrongBlocks
+from kvobs.state.transfers import NO_RESULT, Gain, Load, LookupResult, Save, WrongBlocks
 from kvobs.telemetry.tracing.journal import AT_MOST, Journal
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, TraceContext, external_id, new_span_id

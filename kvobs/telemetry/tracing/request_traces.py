@@ -11,8 +11,7 @@ from kvobs.faults import contained
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema.spans import Reason
 from kvobs.state.events import ObservedRequest, Observer, Params
-from kvobs.state.offers import LookupResult
-from kvobs.state.transfers import Gain, Load, Save, WrongBlocks
+from kvobs.state.transfers import Gain, Load, LookupResult, Save, WrongBlocks
 from kvobs.telemetry.tracing import trace_context
 from kvobs.telemetry.tracing.call_spans import CallSpans, Parent
 from kvobs.telemetry.tracing.journal import Journal

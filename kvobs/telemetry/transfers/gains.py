@@ -10,8 +10,7 @@ from kvobs.prediction import ComputeCost, StepTimes, Work
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.events import ObservedRequest, Observer
-from kvobs.state.offers import LookupResult
-from kvobs.state.transfers import Gain, Load
+from kvobs.state.transfers import Gain, Load, LookupResult
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -27,7 +26,7 @@ def step_limits(vllm_config: Any) -> tuple[int, int]:
     """Return the most tokens of one request that a step computes, and the most steps in flight."""
     scheduling = vllm_config.scheduler_config
     chunks = (scheduling.max_num_batched_tokens, getattr(scheduling, "long_prefill_token_threshold", 0))
-    return min(tokens for tokens in chunks if tokens), getattr(vllm_config, "max_concurrent_batches", 1)
+    return min(filter(None, chunks)), getattr(vllm_config, "max_concurrent_batches", 1)
 
 
 class Gains(Observer):
@@ -87,8 +86,8 @@ class Gains(Observer):
         for kind, errors in (("prefill", self._cost.prefill_errors), ("decode", self._cost.decode_errors)):
             if errors.observed_s:
                 observed_s, error_s = errors.take()
-                self._recorder.count_own(_STEPS[kind], int(observed_s * 1e9))
-                self._recorder.count_own(_ERRORS[kind], int(error_s * 1e9))
+                self._recorder.count(None, _STEPS[kind], int(observed_s * 1e9))
+                self._recorder.count(None, _ERRORS[kind], int(error_s * 1e9))
 
     def load_ended(self, request_id: str, load: Load) -> None:
         if load.aborted:

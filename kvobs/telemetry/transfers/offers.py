@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.events import ObservedRequest, Observer, Outcome
-from kvobs.state.offers import NOBODY, LookupResult, Offer
+from kvobs.state.transfers import NOBODY, LookupResult, Offer
 
 _OUTCOMES: dict[str, int] = {
     outcome: signals.slot(signals.LOOKUPS, outcome) for outcome in signals.LOOKUPS.labels["outcome"]

@@ -1,4 +1,4 @@
-"""Record how loads and saves ended, as numbers and log lines."""
+"""Record how loads and saves ended, and which connectors are in quarantine, as numbers and log lines."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,11 @@ _LOAD_WAITED = signals.slot(signals.LOAD_WAITED)
 _SLOWER = signals.slot(signals.LOADS_SLOWER)
 _SAVED, _ABANDONED = (signals.slot(signals.SAVES, outcome) for outcome in ("ok", "abandoned"))
 _FAILED_SYNC = signals.slot(signals.FAILED_SYNC_LOADS)
+_QUARANTINED, _QUARANTINES = map(signals.slot, (signals.QUARANTINED, signals.QUARANTINES))
 
 
 class Outcomes(Observer):
-    """Records the ends of loads and saves as numbers and log lines."""
+    """Records the ends of loads and saves, and quarantines."""
 
     def __init__(self, names: Sequence[str], recorder: Recorder) -> None:
         self._names = names
@@ -111,6 +112,13 @@ class Outcomes(Observer):
             "unfilled blocks, and later hits on these give wrong answers. %s (kvobs_failed_sync_loads_total)"
         )
         log.error(text, self._names[child], siblings, caches)
+
+    def quarantined(self, child: int) -> None:
+        self._recorder.set_gauge(child, _QUARANTINED, 1)
+        self._recorder.count(child, _QUARANTINES)
+
+    def readmitted(self, child: int) -> None:
+        self._recorder.set_gauge(child, _QUARANTINED, 0)
 
 
 def _mode(load: Load) -> str:

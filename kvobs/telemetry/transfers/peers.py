@@ -9,8 +9,7 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema import spans
 from kvobs.schema.signals import OTHER_VALUE, PEER_LOAD_SECONDS, PEER_LOADS
 from kvobs.state.events import ObservedRequest, Observer
-from kvobs.state.offers import LookupResult
-from kvobs.state.transfers import Load
+from kvobs.state.transfers import Load, LookupResult
 from kvobs.telemetry.tracing.trace_context import remote_of
 
 PEERS_AT_MOST = 32  # the first ones; later ones are counted together

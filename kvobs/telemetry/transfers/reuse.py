@@ -10,7 +10,7 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import REUSE_DISTANCE
 from kvobs.state.events import ObservedRequest, Observer
-from kvobs.state.offers import LookupResult
+from kvobs.state.transfers import LookupResult
 
 if TYPE_CHECKING:
     from kvobs.state.cache_layout import CacheLayout
@@ -56,14 +56,14 @@ class PromptReuse(Observer):
         # vLLM computes at least the last token.
         blocks = min((request.num_prompt_tokens - 1) // self._block_size, len(request.block_hashes))
         self._live[request.request_id] = blocks
-        self._recorder.count_own(_TAIL, request.num_prompt_tokens - blocks * self._block_size)
+        self._recorder.count(None, _TAIL, request.num_prompt_tokens - blocks * self._block_size)
         reuse = self._distances.observe(request.block_hashes, blocks)
         for bucket, number in enumerate(reuse.blocks):
             if number:
-                self._recorder.count_own(_FIRST + bucket, number * self._block_size)
+                self._recorder.count(None, _FIRST + bucket, number * self._block_size)
         seen = reuse.seen * self._block_size
         if (loadable := seen - lookup.local) > 0:
-            self._recorder.count_own(_LOADABLE, loadable)
+            self._recorder.count(None, _LOADABLE, loadable)
         self._listener.reused(request.request_id, seen)
 
     def request_ended(self, request: ObservedRequest) -> None:

@@ -11,8 +11,7 @@ from msgspec import Meta
 from kvobs.faults import contained
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import ObservedRequest, Observer, Params
-from kvobs.state.offers import LookupResult
-from kvobs.state.transfers import Load
+from kvobs.state.transfers import Load, LookupResult
 from kvobs.telemetry.tracing.trace_context import BLOCKS, field_of, into_params
 from kvobs.telemetry.verify.noted import BLOCKS_AT_MOST
 

@@ -14,7 +14,7 @@ from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine
 from tests.support.probes import counts
 
 
-def bound(*children: dict[str, Any], known: Any = lambda name: True) -> Any:
+def bound(*children: dict[str, Any], known: Any = HOOKS) -> Any:
     """Bind to children that are given as {hook: answer or exception}; each keeps the calls it gets in ``calls``."""
     connectors = []
     for answers in children:
@@ -85,7 +85,7 @@ def test_call_all_returns_every_answer() -> None:
 
 
 def test_hooks_that_this_vllm_does_not_know_and_those_of_a_layer_are_left_alone() -> None:
-    wrapper = bound({}, known=lambda name: name != "finish_forward")
+    wrapper = bound({}, known=HOOKS.keys() - {"finish_forward"})
     assert not hasattr(wrapper, "finish_forward")
     assert hasattr(wrapper, "wait_for_save")
     assert not [h.name for h in HOOKS.values() if h.cadence is Cadence.LAYER and hasattr(wrapper, h.name)]
@@ -103,7 +103,7 @@ def test_a_child_whose_hook_is_empty_is_left_out_and_not_counted() -> None:
     recorder = Recorder(2)
     wrapper: Any = SimpleNamespace()
     children = [Child(0, "quiet", Quiet(), recorder), Child(1, "real", real, recorder)]
-    vars(wrapper).update(hooks_of(None, children, {}, lambda name: name == "wait_for_save"))
+    vars(wrapper).update(hooks_of(None, children, {}, {"wait_for_save"}))
     wrapper.wait_for_save()
     assert real.calls == [("wait_for_save", (), {})]
     assert {locate(slot)[2] for slot in counts(recorder)} == {1}

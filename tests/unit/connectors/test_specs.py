@@ -1,8 +1,12 @@
 """Rules of connector classes: what is known of a class by its name, and of those that inherit from it."""
 
 from types import SimpleNamespace
+from typing import Any
 
-from kvobs.connectors.specs import load_ends_save
+import pytest
+
+from kvobs.connectors.specs import load_ends_save, record_sizes
+from kvobs.probe.recorder import Recorder
 from kvobs.testing import Script
 
 
@@ -13,3 +17,23 @@ def test_whose_load_ends_its_promised_save_is_known_by_class_also_within_a_route
     assert load_ends_save(SimpleNamespace(_connectors=[other, flexkv]))
     assert not load_ends_save(SimpleNamespace(_connectors=[other]))
     assert not load_ends_save(other)
+
+
+OF_ALL, OF_EACH = {"cpu_bytes_to_use": "8000"}, {"cpu_bytes_to_use_per_rank": 4000}
+STATED: list[tuple[str, dict[str, Any], int, int]] = [
+    ("OffloadingConnector", OF_ALL, 2, 1000),
+    ("OffloadingConnector", OF_ALL, 4, 0),
+    ("OffloadingConnector", OF_ALL | {"secondary_tiers": [{"type": "fs"}]}, 1, 0),
+    ("SimpleCPUOffloadConnector", OF_ALL, 4, 1000),
+    ("SimpleCPUOffloadConnector", OF_ALL | OF_EACH, 1, 2000),
+    ("NixlConnector", OF_ALL, 1, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "copies", "tokens"), STATED)
+def test_a_size_is_known_if_options_state_all_of_it(name: str, options: Any, copies: int, tokens: int) -> None:
+    """Of four ranks, on which a token takes 8 bytes."""
+    recorder, transfer = Recorder(1), SimpleNamespace(kv_connector_extra_config=options)
+    spec: Any = SimpleNamespace(index=0, connector_class=type(name, (), {}), transfer_config=transfer)
+    record_sizes(recorder, [spec], 8.0, 4, copies)
+    assert sum(recorder.take().gauges.values()) == tokens

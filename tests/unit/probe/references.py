@@ -34,7 +34,7 @@ def failed(*_: object) -> None: ...
 def calls(probe: Any) -> Iterator[Any]:
     for call in (works, fails):
         for noticed in (-1, 2**62):
-            target = (call, 0, 10, 5, noticed, notice, failed)
+            target = (call, 0, 10, noticed, notice, failed)
             yield probe.timed(*target)
             yield probe.fan_out((target,) * 3, 40, ("a",))
 
@@ -43,12 +43,12 @@ def refused(probe: Any) -> None:
     for words, ring, buckets in ((bytes(8), 0, 65), (bytearray(80), 9, 65), (bytearray(80), 0, 5)):
         with suppress(ValueError, BufferError):
             compiled.Probe(words, ring, bytes(buckets), 12)  # type: ignore[arg-type]
-    outside = (works, 9999, 0, 0, 0, notice, failed)
+    outside = (works, 9999, 0, 0, notice, failed)
     for arguments in (outside, (works,)):
         with suppress(ValueError, TypeError):
             probe.timed(*arguments)
     with suppress(ValueError):
-        probe.fan_out(((works, 0, 10, 5, 0, notice, failed), outside), 40, ())
+        probe.fan_out(((works, 0, 10, 0, notice, failed), outside), 40, ())
     with suppress(ValueError):
         probe.waits(((0, 0, 9999, 0),), 40, bytes(65), 12)
 

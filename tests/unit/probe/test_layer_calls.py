@@ -246,7 +246,7 @@ class Waits:
         self.recorder = recorder_of(kind, len(has_layers), clock=lambda: self.now)
         hooks = [dict.fromkeys(CALLS, self._take if has else Quiet().hook) for has in has_layers]
         children = [Child(i, f"c{i}", SimpleNamespace(**of), self.recorder) for i, of in enumerate(hooks)]
-        targets = {hook: [child.layer_target(hook) for child in children if child.does(hook)] for hook in CALLS}
+        targets = {hook: [c.layer_target(hook) for c in children if hook in c.implemented] for hook in CALLS}
         self.stalls = Stalls(targets, self.recorder)
         self.calls = self.stalls.fan_outs
 

@@ -190,7 +190,7 @@ def test_the_compiled_one_refuses_positions_outside_of_its_page() -> None:
     probe: Any = PROBES["c"](memoryview(bytearray(800)).cast("q"), 90, bytes(65), 12)
     for begun, histogram in ((99, 0), (-1, 0), (0, 88), (0, -1)):
         with pytest.raises(ValueError, match="words at"):
-            probe.timed(len, begun, histogram, 0, 0, len, len)
+            probe.timed(len, begun, histogram, 0, len, len)
     refused: list[Callable[[], object]] = [
         lambda: probe.fan_out((), 99, ()),
         lambda: probe.take(99, bytearray(16)),
@@ -213,7 +213,7 @@ else:
 program = '''
 from kvobs.probe import compiled
 probe = compiled.Probe(memoryview(bytearray(800)).cast("q"), 90, bytes(65), 12)
-assert probe.timed(len, 0, 2, 0, 2**62, len, len)("four") == 4
+assert probe.timed(len, 0, 2, 2**62, len, len)("four") == 4
 assert probe.take(0, bytearray(8 * 90))[2] == 1
 '''
 for _ in range(3):

@@ -288,7 +288,7 @@ def test_hooks_called_once_are_never_slow(kind: Kind, hook: str, limit: int, cap
     tracer: Any = Noting()
     clock = Clock(0, min(limit, 2**61), 0, min(limit + 1, 2**61))
     mine = recorder_of(kind, 1, 100, ("disk",), listener=tracer, clock=clock)
-    assert mine.slow_ns(hook) == limit
+    assert mine.slow_ns[hook] == limit
     call = mine.timed(0, hook, lambda: None)
     for _ in range(2):
         call()

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from itertools import product
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,13 +13,11 @@ from hypothesis import given
 from kvobs.connectors.child import Child
 from kvobs.probe.recorder import Recorder
 from kvobs.routing import lookups
-from kvobs.routing.lookups import Offers, OpenLookups
-from kvobs.routing.policies import POLICIES
+from kvobs.routing.lookups import POLICIES, Offers, OpenLookups
 from kvobs.routing.visibility import Visibility
 from kvobs.schema import signals
 from kvobs.schema.options import Options
-from kvobs.state.offers import NO_RESULT, NOTHING, LookupResult, Offer
-from kvobs.state.transfers import InProgress
+from kvobs.state.transfers import NO_RESULT, NOTHING, InProgress, LookupResult, Offer
 from kvobs.telemetry.transfers.offers import OfferCounts
 from kvobs.testing import BLOCK, Rig, Script
 from kvobs.vllm_api import versions
@@ -66,7 +64,6 @@ class Asker:
             children,
             chosen,
             self.counts,
-            POLICIES[chosen.load_policy],
             self.visibility,
             waited_for=self.waited_for,
             isolation=isolation,
@@ -119,6 +116,10 @@ def test_the_policies_choose_as_they_are_stated(answers: tuple[Answer, ...]) -> 
     assert Asker(*answers).ask() == first(answers)
     assert Asker(*answers, wait_for="earlier").ask() == earlier(answers)
     assert Asker(*answers, load_policy="longest").ask() == longest(answers)
+
+
+def test_each_value_of_the_option_has_a_policy() -> None:
+    assert tuple(POLICIES) == get_args(Options.model_fields["load_policy"].annotation)
 
 
 def test_a_number_of_numpys_is_offered_as_a_plain_one_which_vllm_can_encode() -> None:

@@ -89,7 +89,7 @@ def hit_tokens(rig: Rig, child: int) -> dict[str, int]:
     return {name: n for name in sources if (n := counted(rig, signals.HIT_TOKENS.name, child, name))}
 
 
-@pytest.mark.skipif(not versions.has_hook("get_external_cache_hit_sources"), reason="since vLLM 0.33")
+@pytest.mark.skipif("get_external_cache_hit_sources" not in versions.hooks(), reason="since vLLM 0.33")
 @pytest.mark.parametrize("is_async", [True, False])
 def test_the_tiers_of_a_load_are_counted_once_by_the_connector_that_loads(
     is_async: bool, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch

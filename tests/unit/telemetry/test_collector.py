@@ -13,7 +13,7 @@ from kvobs.probe.increments import Increments
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import CHILD_WIDTH, LOOKUPS, PROCESS_WIDTH, slot
-from kvobs.telemetry.collector import EVERY_NS, SOON_NS, Collector, FlushRule, StatsSource, divert
+from kvobs.telemetry.collector import EVERY_NS, SOON_NS, Collector, FlushRule, divert
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, class_path, has_content
 from kvobs.telemetry.tracing.journal import AT_MOST, Journal
@@ -40,8 +40,9 @@ class Telling:
 
 def collector(*connectors: Any) -> tuple[Collector, Recorder]:
     recorder = Recorder(len(connectors))
-    sources = [StatsSource(f"c{i}", class_path(type(c)), c.get_kv_connector_stats) for i, c in enumerate(connectors)]
-    return Collector(sources, recorder, Journal()), recorder
+    classes = {f"c{i}": class_path(type(c)) for i, c in enumerate(connectors)}
+    hooks = [(f"c{i}", c.get_kv_connector_stats) for i, c in enumerate(connectors)]
+    return Collector(classes, hooks, recorder, Journal()), recorder
 
 
 def test_childrens_stats_are_handed_on_in_every_step_and_kvobss_own_numbers_when_due() -> None:
@@ -78,7 +79,7 @@ def test_numbers_that_can_not_be_taken_cost_the_children_nothing(monkeypatch: py
 
 
 def test_a_connector_without_stats_is_named_and_not_asked() -> None:
-    collects = Collector([StatsSource("c0", "m:C", None)], Recorder(1), Journal())
+    collects = Collector({"c0": "m:C"}, [], Recorder(1), Journal())
     assert collects.collect(is_due=False) is None
     stats: Any = collects.collect(is_due=True)
     assert stats["kvobs"].children == {"c0": "m:C"}
@@ -87,7 +88,7 @@ def test_a_connector_without_stats_is_named_and_not_asked() -> None:
 def test_span_records_travel_with_the_numbers_once_and_lost_ones_are_counted() -> None:
     journal, sent = Journal(), list[Any]()
     sink: Any = SimpleNamespace(put=sent.append)
-    collects = Collector([], Recorder(1), journal, sink)
+    collects = Collector({}, [], Recorder(1), journal, sink)
     group = [record()]
     journal.add(group)
     journal.drop()

@@ -64,11 +64,11 @@ def test_failed_loads_are_read_where_an_output_has_them(monkeypatch: pytest.Monk
 
 def test_a_new_hook_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions.unknown_hooks() == []
-    assert not versions.has_hook("new_hook")
+    assert "new_hook" not in versions.hooks()
     monkeypatch.setattr(base.KVConnectorBase_V1, "new_hook", lambda self: None, raising=False)
     assert versions.unknown_hooks() == ["new_hook"]
-    assert versions.has_hook("new_hook")
-    assert versions.has_hook("request_finished_all_groups"), "of SupportsHMA"
+    assert "new_hook" in versions.hooks()
+    assert "request_finished_all_groups" in versions.hooks(), "of SupportsHMA"
 
 
 class Older(KVConnectorStats):

@@ -15,8 +15,7 @@ from kvobs import faults
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
-from kvobs.state.offers import LookupResult
-from kvobs.state.transfers import Gain, Load, Save, WrongBlocks
+from kvobs.state.transfers import Gain, Load, LookupResult, Save, WrongBlocks
 from kvobs.telemetry.observers import Composed
 from kvobs.telemetry.tracing import trace_context
 from kvobs.telemetry.tracing.journal import Journal

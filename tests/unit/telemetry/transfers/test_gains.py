@@ -9,8 +9,7 @@ from kvobs.prediction.compute_cost import Work
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.events import Observer
-from kvobs.state.offers import NO_RESULT
-from kvobs.state.transfers import Gain, Load
+from kvobs.state.transfers import NO_RESULT, Gain, Load
 from kvobs.telemetry.transfers import gains
 from kvobs.telemetry.transfers.gains import Gains, step_limits, work_of
 from kvobs.testing import BLOCK, Rig, Script

@@ -7,8 +7,7 @@ import pytest
 
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import OTHER_VALUE, PEER_LOAD_SECONDS, PEER_LOADS
-from kvobs.state.offers import NO_RESULT
-from kvobs.state.transfers import Load
+from kvobs.state.transfers import NO_RESULT, Load
 from kvobs.telemetry.transfers.peers import PEERS_AT_MOST, Peers, peer_of
 
 NIXL, CPU = 0, 1

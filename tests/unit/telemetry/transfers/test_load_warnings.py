@@ -1,4 +1,4 @@
-"""Log lines about slow loads and late ranks: few, whatever comes."""
+"""Log lines about loads: of slow ones and late ranks few, whatever comes, and one of what vLLM does not recompute."""
 
 import logging
 from types import SimpleNamespace
@@ -9,9 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvobs.state.transfers import Slowest
-from kvobs.telemetry.transfers.slow_loads import FEW, LATE_NS, MANY, RECENT, SlowLoads
+from kvobs.telemetry.transfers.load_warnings import FEW, LATE_NS, MANY, RECENT, SlowLoads
+from kvobs.testing import BLOCK, Rig, Script
+from kvobs.vllm_api.versions import V2_RUNNER
 
 SLOW_NS = 10**9
+NOT_RECOMPUTED = (
+    "kv_load_failure_policy: found 'recompute', and 'ScriptedConnector' loads synchronously: vLLM's V2 model runner"
+)
 
 
 def load(ns: int, rank: int | None = None, *, child: int = 0, skew_ns: int = LATE_NS, **more: Any) -> Any:
@@ -79,3 +84,17 @@ def test_at_most_one_line_in_ten_loads(said: pytest.LogCaptureFixture, lives: li
     for is_slow, rank in lives:
         slow_loads.load_ended("r", load(SLOW_NS + is_slow, rank))
     assert len(said.records) <= 1 + 2 * len(lives) / (MANY - FEW)
+
+
+@pytest.mark.parametrize("settings", [("1", "recompute"), ("1", "fail"), ("0", "recompute")])
+def test_the_first_load_that_is_not_recomputed_is_warned_of(
+    a: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, settings: tuple[str, str]
+) -> None:
+    runner, policy = settings
+    monkeypatch.setenv(V2_RUNNER, runner)
+    rig = Rig("kvobs", a, policy=policy)
+    for request, is_async in (("r", True), ("s", False), ("t", False)):
+        a.offers[request] = (2 * BLOCK, is_async)
+        rig.add(request)
+        rig.step()
+        assert caplog.text.count(NOT_RECOMPUTED) == (settings == ("1", "recompute") and not is_async)

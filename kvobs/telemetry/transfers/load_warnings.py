@@ -1,9 +1,10 @@
-"""Log which connector loads slowly, and which rank is late: at the first such load, and when it becomes the rule."""
+"""Log what is wrong with a connector's loads: slow ones, late ranks, and synchronous ones that vLLM can't recompute."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvobs.log import line, log
+from kvobs.schema.findings import Finding
 from kvobs.state.events import Observer
 from kvobs.state.transfers import Load
 
@@ -23,7 +24,10 @@ class _Recent:
 
 
 class SlowLoads(Observer):
-    """Logs slow loads and late ranks; ``slow_ns`` is the duration above which a load is slow."""
+    """Logs slow loads and late ranks: at the first such load, and when it becomes the rule.
+
+    ``slow_ns`` is the duration above which a load is slow.
+    """
 
     def __init__(self, names: Sequence[str], slow_ns: int) -> None:
         self._slow_ns = slow_ns
@@ -64,3 +68,14 @@ class SlowLoads(Observer):
         elif recent.late_rank is not None and recent.late.count(recent.late_rank) <= FEW:
             log.info("rank %d is no longer late in loads from connector %r", recent.late_rank, name)
             recent.late_rank = None
+
+
+class SyncLoadWarnings(Observer):
+    """Logs each connector's warning once: a class does not always show before that it loads synchronously."""
+
+    def __init__(self, warnings: Mapping[int, Finding]) -> None:
+        self._warnings = dict(warnings)
+
+    def admitted(self, request_id: str, load: Load) -> None:
+        if not load.is_async and (warning := self._warnings.pop(load.child, None)) is not None:
+            log.warning("%s", warning)
