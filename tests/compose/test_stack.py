@@ -110,7 +110,7 @@ def test_up_serves_scrapes_and_records_and_down_leaves_nothing(docker: Docker) -
     loads = 'connector_outcome:kvobs_loads:rate5m{outcome="ok"} > 0'
     assert eventually(lambda: stack.asked(loads).keys() == {"cpu", "disk"}, 90), "recorded"
     assert stack.asked("sum(otelcol_receiver_accepted_spans)")[""] > 0
-    assert eventually(lambda: {"kv.load cpu", "kv.lookup disk"} <= stack.spans(), 60), stack.compose(
+    assert eventually(lambda: {"kv.load cpu", "kv.load disk"} <= stack.spans(), 60), stack.compose(
         "logs", "otel-collector"
     )
     lookups = "sum by (connector) (kvobs_lookups_total)"
