@@ -229,7 +229,7 @@ class WorkerSide:
         Blocks of no known load are passed on too: a request must not continue with blocks that were never loaded.
         """
         passed_on: set[int] = set()
-        own: set[int] = set()
+        of_its_loads: set[int] = set()
         stray: set[int] = set()
         for request, load in self._loads.items():
             hit = {block for group in load.blocks for block in group if block in bad}
@@ -238,7 +238,7 @@ class WorkerSide:
             if load.child != child.index:
                 stray |= hit
                 continue
-            own |= hit
+            of_its_loads |= hit
             if not load.is_async:
                 self._failed_syncs.add(request)
             elif self.ids_are_unique or KVConnectorTransferResults is None:
@@ -247,11 +247,11 @@ class WorkerSide:
                 self._report(child, ReportKind.SPOILED, (request,))
                 continue
             passed_on |= hit
-        if unknown := bad - own - stray:
+        if unknown := bad - of_its_loads - stray:
             self._warn(child, "no open load", unknown, "passed on to vLLM" if self.ids_are_unique else "ignored")
             passed_on |= unknown if self.ids_are_unique else set()
-        if stray - own:
-            self._warn(child, "another connector's load", stray - own, "ignored")
+        if stray - of_its_loads:
+            self._warn(child, "another connector's load", stray - of_its_loads, "ignored")
         return passed_on
 
     def _warn(self, child: Child, which: str, blocks: set[int], outcome: str) -> None:

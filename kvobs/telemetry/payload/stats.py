@@ -56,9 +56,9 @@ class _Merging:
     owed_ns = 0
 
     @faults.contained("merge")
-    def spend(self, own: Any, ns: int) -> None:
+    def spend(self, numbers: Any, ns: int) -> None:
         self.owed_ns += ns
-        if isinstance(own, KvobsStats) and own.spend(_MERGE, self.owed_ns):
+        if isinstance(numbers, KvobsStats) and numbers.spend(_MERGE, self.owed_ns):
             self.owed_ns = 0
 
 
@@ -100,7 +100,7 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
 
     def reduce(self) -> dict[str, Any]:
         """Return name -> key -> number, as vLLM's class does: the child's own summary plus kvobs's counts."""
-        own = self.data.get(RESERVED_NAME)
+        kvobs_stats = self.data.get(RESERVED_NAME)
         reduced: dict[str, dict[str, Any]] = {
             name: _attempt(name, "can't be summarized", _summary, stats) or {}
             for name, stats in self.data.items()
@@ -108,7 +108,7 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
         }
         counted: dict[str, dict[str, int | float]] = {}
         try:
-            counted = own.reduce() if isinstance(own, KvobsStats) else {}
+            counted = kvobs_stats.reduce() if isinstance(kvobs_stats, KvobsStats) else {}
         except Exception:
             faults.contain("summarize")
         for name, numbers in counted.items():
@@ -126,8 +126,8 @@ _is_for_rust = cache(versions.has_rust_frontend)
 
 def _by_class(data: Mapping[str, KVConnectorStats]) -> dict[str, KVConnectorStats]:
     """Return the connectors' stats as vLLM's own class has them, by class name: its Rust front end reads no others."""
-    own = data.get(RESERVED_NAME)
-    paths = own.children if isinstance(own, KvobsStats) else {}
+    kvobs_stats = data.get(RESERVED_NAME)
+    paths = kvobs_stats.children if isinstance(kvobs_stats, KvobsStats) else {}
     by_class: dict[str, KVConnectorStats] = {}
     for name, stats in data.items():
         if name == RESERVED_NAME:
@@ -140,8 +140,8 @@ def _by_class(data: Mapping[str, KVConnectorStats]) -> dict[str, KVConnectorStat
 
 def has_content(stats: KVConnectorStats | None) -> bool:
     """Return whether it contains kvobs's own numbers."""
-    own = stats.data.get(RESERVED_NAME) if stats is not None else None
-    return own is not None and not own.is_empty()
+    kvobs_stats = stats.data.get(RESERVED_NAME) if stats is not None else None
+    return kvobs_stats is not None and not kvobs_stats.is_empty()
 
 
 class StatsParts:
@@ -182,8 +182,8 @@ def rebuild(data: Any) -> MultiKVConnectorStats:
     rebuilt: dict[str, KVConnectorStats] = {}
     try:
         entries = data if isinstance(data, Mapping) else {}
-        own = entries.get(RESERVED_NAME)
-        ours = KvobsStats.read(own) if own is not None else KvobsStats()
+        theirs = entries.get(RESERVED_NAME)
+        ours = KvobsStats.read(theirs) if theirs is not None else KvobsStats()
         for name, value in entries.items():
             if name == RESERVED_NAME:
                 rebuilt[name] = ours

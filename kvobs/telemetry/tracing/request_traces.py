@@ -57,11 +57,11 @@ class Traces(Observer):
         With a malformed context the caller's sampling decision is unknown: such a request's spans are not exported,
         unless slow or failed.
         """
-        own, own_is_bad = self._read("headers", trace_context.of_headers, getattr(request, "trace_headers", None))
+        client, client_is_bad = self._read("headers", trace_context.of_headers, getattr(request, "trace_headers", None))
         link, link_is_bad = self._read("params", trace_context.of_params, request.kv_transfer_params)
-        parent = own or link
+        parent = client or link
         trace_id = parent.trace_id if parent is not None else trace_context.new_trace_id()
-        is_unclear = parent is None and (own_is_bad or link_is_bad)
+        is_unclear = parent is None and (client_is_bad or link_is_bad)
         return Trace(
             request_id=request.request_id,
             trace_id=trace_id,

@@ -81,10 +81,10 @@ def of_params(params: object) -> TraceContext | None:
     """
     if not isinstance(params, Mapping) or KEY not in params:
         return None
-    own = params[KEY]
-    if not isinstance(own, Mapping) or not any(field in own for field in (TRACEPARENT, REPORT, BLOCKS)):
+    fields = params[KEY]
+    if not isinstance(fields, Mapping) or not any(field in fields for field in (TRACEPARENT, REPORT, BLOCKS)):
         raise MalformedContextError
-    return of_headers(own)
+    return of_headers(fields)
 
 
 def remote_of(params: object) -> dict[str, str]:
@@ -97,14 +97,14 @@ def remote_of(params: object) -> dict[str, str]:
 
 def field_of(params: object, field: str) -> Any:
     """Return a field of kvobs in ``kv_transfer_params``; None without one."""
-    own = params.get(KEY) if isinstance(params, Mapping) else None
-    return own.get(field) if isinstance(own, Mapping) else None
+    fields = params.get(KEY) if isinstance(params, Mapping) else None
+    return fields.get(field) if isinstance(fields, Mapping) else None
 
 
 def into_params(params: Mapping[str, Any] | None, field: str, value: object) -> dict[str, Any]:
     """Return ``kv_transfer_params`` with a field for a decode engine or a client; a connector's value there stays."""
-    own = params.get(KEY, {}) if params is not None else {}
-    more = {KEY: {field: value, **own}} if isinstance(own, Mapping) else {}
+    fields = params.get(KEY, {}) if params is not None else {}
+    more = {KEY: {field: value, **fields}} if isinstance(fields, Mapping) else {}
     return {**(params or {}), **more}
 
 
