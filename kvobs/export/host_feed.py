@@ -64,7 +64,7 @@ class HostFeed:
 
     @faults.contained("flush")
     def _begin(self, ranks: Sequence[int], parent: int = 0) -> None:
-        if self._rank != ranks[0]:
+        if not ranks or self._rank != ranks[0]:  # there are none where the pages can't be written
             return
         vllm_config, specs, options = self._parts
         setup = destinations.Setup(options.exporter, has_core=False)

@@ -94,7 +94,8 @@ def test_the_option_decides(
 
 
 @pytest.mark.parametrize(
-    ("here", "ranks"), [({"rank1", "rank3"}, (1, 3)), ({"rank0", "rank1"}, None), ({"rank1", "scheduler"}, None)]
+    ("here", "ranks"),
+    [({"rank1", "rank3"}, (1, 3)), ({"rank0", "rank1"}, None), ({"rank1", "scheduler"}, None), (set(), None)],
 )
 def test_where_ray_places_ranks_the_pages_on_the_host_decide_after_the_first_step(
     here: set[str], ranks: tuple[int, ...] | None, feeds: list[Fed], monkeypatch: pytest.MonkeyPatch
