@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped] # vLLM brings it, without types
+import kubernetes_validate
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -103,6 +104,40 @@ def test_the_page_names_each_example_and_has_its_image() -> None:
         (tag,) = set(re.findall(r"\bv\d+\.\d+\.\d+\b", text))
         assert f"FROM vllm/vllm-openai:{tag}\n" in page
         assert f"docker build --tag {repository}:{tag}" in page
+
+
+KUBERNETES = "1.37"
+
+
+def manifests() -> dict[str, Any]:
+    """Return the objects of Kubernetes itself on the pages, by kind; of a LeaderWorkerSet its pods."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/deployment.md").read_text(), re.MULTILINE | re.DOTALL)
+    found = [each for block in blocks for each in yaml.safe_load_all(block) if "kind" in each]
+    objects = {each["kind"]: each for each in found if each["apiVersion"] in ("v1", "apps/v1")}
+    (group,) = (each["spec"]["leaderWorkerTemplate"] for each in found if each["kind"] == "LeaderWorkerSet")
+    for name in ("leaderTemplate", "workerTemplate"):
+        metadata = {"name": "pod", **group[name]["metadata"]}
+        objects[name] = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": group[name]["spec"]}
+    return objects
+
+
+@pytest.mark.parametrize("name", ["Deployment", "leaderTemplate", "workerTemplate"])
+def test_manifests_have_only_fields_of_kubernetes(name: str) -> None:
+    manifest = manifests()[name]
+    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    manifest["spec"]["shmSize"] = "1Gi"
+    with pytest.raises(kubernetes_validate.ValidationError, match="shmSize"):
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("role", ["leader", "worker"])
+def test_all_pods_of_one_engine_are_scraped_and_configured_alike(role: str) -> None:
+    pod, deployed = manifests()[f"{role}Template"], manifests()["Deployment"]["spec"]["template"]
+    (engine,) = pod["spec"]["containers"]
+    assert pod["metadata"]["labels"] == deployed["metadata"]["labels"], "which the PodMonitor selects"
+    ports = {port["name"]: port["containerPort"] for port in engine["ports"]}
+    assert ports == {"kvobs": EXPORTER} | ({"http": 8000} if role == "leader" else {})
+    assert {"name": "KVOBS_EXPORTER", "value": f"0.0.0.0:{EXPORTER}"} in engine["env"]
 
 
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
