@@ -218,8 +218,8 @@ $(COLLECTOR): tests/compose/images/otelcol.go | $(PROMETHEUS3)/usr/bin/prometheu
 		GOCACHE=$(CURDIR)/$(PROMETHEUS3)/cache/go $(GO)/bin/go build -o $@ kvobs/otelcol
 
 test-compose: $(INSTALLED) $(PLUGINS) $(COLLECTOR) ## Run docker-compose.yml on a Docker engine of its own: images, health, scrapes, rules, an alert
-	@type docker dockerd iptables debootstrap >/dev/null 2>&1 || { apt-get -q update && RUNLEVEL=1 apt-get -q install --yes --no-install-recommends docker.io iptables debootstrap; } \
-		|| { echo "docker-compose.yml needs a Docker engine: install docker.io, iptables and debootstrap (Debian's packages)"; false; }
+	@type docker dockerd iptables mmdebstrap >/dev/null 2>&1 || { apt-get -q update && RUNLEVEL=1 apt-get -q install --yes --no-install-recommends docker.io iptables mmdebstrap; } \
+		|| { echo "docker-compose.yml needs a Docker engine: install docker.io, iptables and mmdebstrap (Debian's packages)"; false; }
 	$(BIN)/python -m pytest -rs -m compose tests/compose $(TESTS)
 
 clean: ## Remove what make made

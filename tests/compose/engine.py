@@ -85,13 +85,16 @@ def engine(folder: Path) -> Iterator[Docker]:
 def make_base(docker: Docker) -> None:
     """Make the image of Python of a new Debian, with this machine's certificates."""
     mirror = (SID / "sid.list").read_text().split()[1]
-    with folder_on_disk() as root:
-        debootstrap = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", root, mirror]
-        subprocess.run(debootstrap, stdout=subprocess.DEVNULL, check=True, timeout=600)
-        shutil.copy(os.environ.get("SSL_CERT_FILE", CERTIFICATES), f"{root}{CERTIFICATES}")
-        (Path(root) / "usr/lib/python3.11/EXTERNALLY-MANAGED").unlink()  # an image of Python has none
-        with subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE) as tar:
-            docker.run("import", f"--change=ENV SSL_CERT_FILE={CERTIFICATES}", "-", BASE, stdin=tar.stdout)
+    certificates = os.environ.get("SSL_CERT_FILE", CERTIFICATES)
+    # An image of Python has no EXTERNALLY-MANAGED.
+    change = f'cp "{certificates}" "$1{CERTIFICATES}" && rm "$1/usr/lib/python3.11/EXTERNALLY-MANAGED"'
+    command = [
+        "mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}", "--dpkgopt=force-unsafe-io",
+        f"--customize-hook={change}", "bookworm", "-", mirror,
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as made:
+        docker.run("import", f"--change=ENV SSL_CERT_FILE={CERTIFICATES}", "-", BASE, stdin=made.stdout)
+    assert made.returncode == 0
 
 
 def make(docker: Docker, stage: str, *names: str) -> None:

@@ -40,8 +40,11 @@ def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docker]:
             make(client, "answering", SERVICES["grafana"]["image"])
             make(client, "otelcol", SERVICES["otel-collector"]["image"])
             make(client, "vllm", "vllm/vllm-openai:v0.32.0")
-            build = {"build": {"network": "host", "args": {"WHEELS": option}}, "healthcheck": {"start_period": "900s"}}
-            services = {"services": {VLLM: build, "vllm-gpu": build}}
+            build = {"build": {"network": "host", "args": {"WHEELS": option}}}
+            (copy / "bytecode").mkdir()
+            (copy / "bytecode").chmod(0o777)
+            kept = {"healthcheck": {"start_period": "900s"}, "volumes": ["./bytecode:/home/kvobs/.cache/bytecode"]}
+            services = {"services": {VLLM: build | kept, "vllm-gpu": build}}
             (copy / "docker-compose.override.yml").write_text(yaml.safe_dump(services))
             client.run("compose", "--profile=cpu", "--profile=gpu", "build")
             make(client, "tempo", SERVICES["tempo"]["image"])
