@@ -196,8 +196,12 @@ $(PROMETHEUS3)/usr/bin/prometheus:
 	{ apt-get -q $(OF_SID) update && cd $(PROMETHEUS3) && apt-get -q $(OF_SID) download prometheus && dpkg -x prometheus_*.deb .; } \
 		|| { echo "Debian has no newer Prometheus here: unpack one, so that there is a $@"; false; }
 
-test-prometheus: $(INSTALLED) promtool $(PROMETHEUS3)/usr/bin/prometheus ## Run the tests of rules, boards and `kvobs check` with Prometheus 3, beside `make test` with Debian's 2
-	PATH="$(CURDIR)/$(PROMETHEUS3)/usr/bin:$$PATH" $(BIN)/python -m pytest $(SHARED) tests/unit/dashboards tests/unit/cli/check/test_live.py tests/unit/cli/test_dashboards.py tests/unit/test_docs_samples.py $(TESTS)
+# Its client of Kubernetes too; another vendor's package has the same name, and a higher version.
+$(PROMETHEUS3)/usr/bin/kubectl: | $(PROMETHEUS3)/usr/bin/prometheus
+	cd $(PROMETHEUS3) && apt-get -q $(OF_SID) download kubectl/sid && dpkg -x kubectl_*.deb .
+
+test-prometheus: $(INSTALLED) promtool $(PROMETHEUS3)/usr/bin/kubectl ## Run the tests of rules, boards, manifests and `kvobs check` with Prometheus 3 and a new kubectl
+	PATH="$(CURDIR)/$(PROMETHEUS3)/usr/bin:$$PATH" $(BIN)/python -m pytest $(SHARED) tests/unit/dashboards tests/unit/cli/check/test_live.py tests/unit/cli/test_dashboards.py tests/unit/test_docs_samples.py tests/unit/test_examples.py $(TESTS)
 
 # Its clients of Docker too. The engine is Debian's; RUNLEVEL=1: it is not started when it is installed.
 PLUGINS := $(PROMETHEUS3)/usr/libexec/docker/cli-plugins/docker-compose
