@@ -151,8 +151,8 @@ def worker_side(
     blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
     is_stock = "block_copy" in validated.configuration.stock
     verifier = _verifier(recorders, validated, vllm_config, kv_cache_config)
-    rank, options = rank_of(vllm_config), validated.configuration.options
-    host = HostFeed(vllm_config, validated.specs, options, recorders.recorder.box, rank)
+    rank = rank_of(vllm_config)
+    host = HostFeed(vllm_config, validated.configuration.options, recorders.recorder.box, rank)
     telemetry = WorkerTelemetry(recorders, _collector(children, recorders), verifier, host)
     targets = {hook: [c.layer_target(hook) for c in children if hook in c.implemented] for hook in ARGUMENTS}
     stalls = Stalls(targets, recorders.recorder)

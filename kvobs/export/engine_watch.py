@@ -195,7 +195,7 @@ class EngineWatch:
             self._log_end(end)
 
     def _are_stopped(self, ended: Sequence[Page], now_ns: int) -> bool:
-        """Return whether all end at once; alone on its host, a rank that worked is not stopped by a running parent."""
+        """Return whether vLLM stopped them: all end at once, and without EngineCore none that worked lately did."""
         time.sleep(AT_ONCE_S)
         if self._parent and any(page.worked_ns > now_ns - IDLE_NS for page in ended):
             return is_ending(self._parent)

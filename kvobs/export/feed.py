@@ -12,9 +12,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread, get_native_id
@@ -103,15 +104,24 @@ def feed_of(
     """Return the way to the exporter; None if it does not run, or can't be made. Log where the metrics are."""
     try:
         setup = destinations.Setup.of_engine(options, vllm_config)
-        exporter, engine = setup.running, None
-        if exporter is not None:
-            described = describe_engine(vllm_config, specs, options, os.getppid())
-            engine = with_exporter(described, vllm_config, exporter, tracing)
-        destinations.announce(setup, engine)
-        return None if engine is None else Feed(engine)
+        describe = partial(describe_engine, vllm_config, specs, options, os.getppid())
+        return feed_to(setup, vllm_config, describe, tracing)
     except Exception:
         faults.contain("flush")
         return None
+
+
+def feed_to(
+    setup: destinations.Setup,
+    vllm_config: VllmConfig,
+    describe: Callable[[], EngineInfo],
+    tracing: TracingSettings | None = None,
+) -> Feed | None:
+    """Return the way to the exporter of a set-up, None if there is none; log where the metrics are, or what is lost."""
+    exporter = setup.running
+    engine = with_exporter(describe(), vllm_config, exporter, tracing) if exporter is not None else None
+    destinations.announce(setup, engine)
+    return None if engine is None else Feed(engine)
 
 
 class Feed:

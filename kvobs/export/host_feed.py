@@ -14,16 +14,15 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from kvobs import faults
-from kvobs.export import destinations
-from kvobs.export.feed import Feed, describe_engine, with_exporter
-from kvobs.probe.black_box import SCHEDULER, STEPS, BlackBox, Identity, places
+from kvobs.export.destinations import Setup
+from kvobs.export.feed import Feed, describe_engine, feed_to
+from kvobs.probe.black_box import STEPS, BlackBox, Identity, pages
 from kvobs.schema.options import Options
+from kvobs.telemetry.payload.wire import EngineInfo
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-    from kvobs.connectors.specs import ChildSpec
 
 LOOK_S = 1.0
 """Between looks whether the first step has ended."""
@@ -36,10 +35,8 @@ class HostFeed:
     every process of the engine has its page.
     """
 
-    def __init__(
-        self, vllm_config: VllmConfig, specs: Sequence[ChildSpec], options: Options, box: BlackBox, rank: int
-    ) -> None:
-        self._parts = vllm_config, specs, options
+    def __init__(self, vllm_config: VllmConfig, options: Options, box: BlackBox, rank: int) -> None:
+        self._vllm_config, self._options = vllm_config, options
         self._box, self._rank = box, rank
         self._feed: Feed | None = None
         self._is_over = False
@@ -47,34 +44,31 @@ class HostFeed:
 
     @faults.contained("flush")
     def _decide(self) -> None:
-        has_core, parallel = versions.has_core(self._parts[0]), self._parts[0].parallel_config
+        has_core, of_host = versions.has_core(self._vllm_config), self._vllm_config.parallel_config.local_world_size
         if has_core is None:
             Thread(target=self._begin_after_step, name="kvobs-host-feed", daemon=True).start()
         elif not has_core:
-            first = self._rank - self._rank % parallel.local_world_size
-            self._begin(range(first, first + parallel.local_world_size), parent=os.getppid())
+            first = self._rank - self._rank % of_host
+            self._begin(range(first, first + of_host), parent=os.getppid())
 
     @faults.contained("flush")
     def _begin_after_step(self) -> None:
         while not self._is_over and not self._box.words[STEPS]:
             time.sleep(LOOK_S)
-        here = places(Identity.of(self._parts[0]).pages())
-        if not self._is_over and SCHEDULER not in here:
-            self._begin(sorted(int(place.removeprefix("rank")) for place in here))
+        here = {page.rank for _, page in pages(Identity.of(self._vllm_config).pages())}
+        if not self._is_over and None not in here:  # the scheduler's
+            self._begin(sorted(rank for rank in here if rank is not None))
 
     @faults.contained("flush")
     def _begin(self, ranks: Sequence[int], parent: int = 0) -> None:
-        if not ranks or self._rank != ranks[0]:  # there are none where the pages can't be written
+        if not ranks or self._rank != ranks[0]:  # without a folder for pages no rank has one
             return
-        vllm_config, specs, options = self._parts
-        setup = destinations.Setup(options.exporter, has_core=False)
-        engine = None
-        if setup.running is not None:
-            described = describe_engine(vllm_config, specs, options, os.getppid())
-            here = replace(described, connectors=(), ranks=tuple(ranks), has_core=False, parent=parent)
-            engine = with_exporter(here, vllm_config, setup.running, None)
-        destinations.announce(setup, engine)
-        self._feed = Feed(engine) if engine is not None else None
+
+        def describe() -> EngineInfo:
+            described = describe_engine(self._vllm_config, (), self._options, os.getppid())
+            return replace(described, ranks=tuple(ranks), has_core=False, parent=parent)
+
+        self._feed = feed_to(Setup(self._options.exporter, has_core=False), self._vllm_config, describe)
 
     def close(self, *, is_well: bool) -> None:
         """Let the exporter end; ``is_well``: as vLLM asked, and not by an error."""

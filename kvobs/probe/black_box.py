@@ -348,11 +348,6 @@ class Page:
         return Call(*self._call(words[RAISED_IN]), self.rank, words[RAISED], name)
 
 
-def places(engine: str) -> set[str]:
-    """Return which processes have a page here whose name begins so, as ``file_place_of`` names them."""
-    return {path.name.removeprefix(f"{engine}-").split("-")[0] for path in folder().glob(f"{engine}-*{SUFFIX}")}
-
-
 def pages(engine: str, known: Collection[str] = ()) -> Iterator[tuple[str, Page]]:
     """Yield the pages whose names begin so, except known ones, each with its name."""
     for path in sorted(folder().glob(f"{engine}-*{SUFFIX}")):

@@ -2,12 +2,15 @@
 
 import logging
 import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvobs.export import feed as feed_module
 from kvobs.export import host_feed
 from kvobs.export.host_feed import HostFeed
 from kvobs.probe import black_box
@@ -41,7 +44,7 @@ def feeds(monkeypatch: pytest.MonkeyPatch) -> list[Fed]:
         made.append(Fed(engine))
         return made[-1]
 
-    monkeypatch.setattr(host_feed, "Feed", feed)
+    monkeypatch.setattr(feed_module, "Feed", feed)
     monkeypatch.setattr(host_feed, "LOOK_S", 0.01)
     monkeypatch.delenv(EXPORTER_VARIABLE, raising=False)
     return made
@@ -59,7 +62,7 @@ def config(backend: str, host: int = 1) -> Any:
 
 def started(rank: int, backend: str = "mp", host: int = 1, **options: Any) -> tuple[HostFeed, BlackBox]:
     box = BlackBox(["disk"], rank)
-    return HostFeed(config(backend, host), (), Options(**options), box, rank), box
+    return HostFeed(config(backend, host), Options(**options), box, rank), box
 
 
 def test_the_first_rank_of_a_host_without_the_scheduler_runs_it_at_once(feeds: list[Fed]) -> None:
@@ -93,40 +96,55 @@ def test_the_option_decides(
     assert [record.levelno for record in said] == ([level] if level else [])
 
 
-@pytest.mark.parametrize(
-    ("here", "ranks"),
-    [({"rank1", "rank3"}, (1, 3)), ({"rank0", "rank1"}, None), ({"rank1", "scheduler"}, None), (set(), None)],
-)
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BlackBox]:
+    """Return what begins the page of a process, in a folder of the test."""
+    monkeypatch.setattr(black_box, "folder", lambda: tmp_path)
+    return lambda vllm_config, rank: black_box.begin(vllm_config, ["disk"], rank, ())
+
+
+@pytest.mark.parametrize(("here", "ranks"), [((1, 3), (1, 3)), ((0, 1), None), ((1, None), None), ((), None)])
 def test_where_ray_places_ranks_the_pages_on_the_host_decide_after_the_first_step(
-    here: set[str], ranks: tuple[int, ...] | None, feeds: list[Fed], monkeypatch: pytest.MonkeyPatch
+    here: tuple[int | None, ...],
+    ranks: tuple[int, ...] | None,
+    feeds: list[Fed],
+    begin: Callable[..., BlackBox],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[str] = []
-
-    def places(engine: str) -> set[str]:
-        asked.append(engine)
-        return here
-
-    monkeypatch.setattr(host_feed, "places", places)
-    _, box = started(1, "ray")
-    assert not asked
-    box.words[STEPS] = 1
-    assert eventually(lambda: bool(asked) and bool(feeds) is (ranks is not None), 10)
-    assert [(fed.engine.ranks, fed.engine.parent) for fed in feeds] == ([] if ranks is None else [(ranks, 0)])
-
-
-def test_a_rank_that_ends_before_its_first_step_runs_none(feeds: list[Fed], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, other = config("ray"), config("ray")
+    other.kv_transfer_config.engine_id = "another"
+    boxes = [*(begin(made, rank) for rank in here), begin(other, None), begin(other, 0)]
     threads: list[Callable[[], None]] = []
     monkeypatch.setattr(host_feed, "Thread", lambda target, **_: SimpleNamespace(start=lambda: threads.append(target)))
-    monkeypatch.setattr(host_feed, "places", lambda _: {"rank1"})
-    host, box = started(1, "ray")
+    box = BlackBox(["disk"], 1)
+    HostFeed(made, Options(), box, 1)
+    assert not feeds
+    box.words[STEPS] = 1
+    threads[0]()
+    assert [(fed.engine.ranks, fed.engine.parent) for fed in feeds] == ([] if ranks is None else [(ranks, 0)])
+    for each in boxes:
+        each.close()
+
+
+def test_a_rank_begins_by_itself_after_its_first_step(feeds: list[Fed], begin: Callable[..., BlackBox]) -> None:
+    box = begin(made := config("ray"), 1)
+    HostFeed(made, Options(), box, 1)
+    time.sleep(0.1)
+    assert not feeds
+    box.words[STEPS] = 1
+    assert eventually(lambda: bool(feeds), 10)
+    box.close()
+
+
+def test_a_rank_that_ends_before_its_first_step_runs_none(
+    feeds: list[Fed], begin: Callable[..., BlackBox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[Callable[[], None]] = []
+    monkeypatch.setattr(host_feed, "Thread", lambda target, **_: SimpleNamespace(start=lambda: threads.append(target)))
+    box = begin(made := config("ray"), 1)
+    host = HostFeed(made, Options(), box, 1)
     host.close(is_well=True)
     box.words[STEPS] = 1
     threads[0]()
     assert not feeds
-
-
-def test_places_are_those_of_the_pages_of_one_engine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(black_box, "folder", lambda: tmp_path)
-    for page in ("ab-0-rank1-5-77.page", "ab-0-scheduler-5-78.page", "ab-1-rank2-5-79.page", "ab-0-rank3-5-80.end"):
-        (tmp_path / page).touch()
-    assert black_box.places("ab-0") == {"rank1", "scheduler"}
+    box.close()
