@@ -161,16 +161,19 @@ def test_calls_leave_no_reference(kind: Kind) -> None:
     made = [recorder.timed(0, "get_finished", lambda *_: answer), recorder.timed(0, "get_finished", fails)]
     made += [LayerCalls("save_kv_layer", [LayerCall(0, lambda *_: answer), LayerCall(1, call)], recorder).fan_out
              for call in (lambda *_: answer, fails)]  # fmt: skip
-    gc.collect()  # of what other tests have left
-    before = [sys.getrefcount(each) for each in (subject, answer, error, None)]
-    for call in made * 100:
-        with suppress(OSError):
-            call(subject, 1, 2)
-    error.__traceback__ = None
-    gc.collect()  # of frames that were looked at
-    after = [sys.getrefcount(each) for each in (subject, answer, error, None)]
-    assert [n - m for n, m in zip(after[:3], before[:3], strict=True)] == [0, 0, 0]
-    assert abs(after[3] - before[3]) < 90, "of None, which other threads hold too: less than one a call"
+    nones = []
+    for _ in range(3):
+        gc.collect()  # of what other tests have left
+        before = [sys.getrefcount(each) for each in (subject, answer, error, None)]
+        for call in made * 100:
+            with suppress(OSError):
+                call(subject, 1, 2)
+        error.__traceback__ = None
+        gc.collect()  # of frames that were looked at
+        after = [sys.getrefcount(each) for each in (subject, answer, error, None)]
+        assert [n - m for n, m in zip(after[:3], before[:3], strict=True)] == [0, 0, 0]
+        nones.append(abs(after[3] - before[3]))
+    assert min(nones) < 50, "of None: a leak is in each round, what other threads hold is not"
 
 
 @pytest.mark.parametrize(
