@@ -6,21 +6,19 @@ The second one has its own shared memory, name, uptime, and a wall clock that is
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvobs.demo.server import CORES, HOST, Server, claim_port
-from tests.engine.serving import importing_tests, serve
+from tests.engine.serving import SPAWNING, importing_tests, serve
 
 AHEAD_S = 0.05
 UPTIME_S = "100000"
 """By which the second host has run longer."""
 NAMESPACES = ("unshare", "--mount", "--uts", "--ipc", "--time", "--monotonic", UPTIME_S, "--boottime", UPTIME_S)
 AS_HOST = (*NAMESPACES, "sh", "-c", 'mount -t tmpfs none /dev/shm && hostname other-host && exec "$@"', "sh")
-SERVE = (sys.executable, "-m", "kvobs.demo.vllm_serve")
 ENV = {CORES: "nobind", "OMP_NUM_THREADS": "1", "VLLM_HOST_IP": HOST}
 START_S = 360
 
@@ -50,11 +48,11 @@ def on_two_hosts(model: Path, folder: Path, config: dict[str, Any], *args: str, 
     there["TESTS_AHEAD_NS"] = str(round(AHEAD_S * 1e9))
     second = OtherHost(
         model, folder / "other.log", config, args=(*nodes, "--node-rank", "1", "--headless"), env=there,
-        tensor_parallel=2, launch=(*AS_HOST, *SERVE),
+        tensor_parallel=2, launch=(*AS_HOST, *SPAWNING),
     )  # fmt: skip
     first = (*nodes, "--node-rank", "0")
     with (
         second,
-        serve(model, folder, config, *first, env=here, tensor_parallel=2, timeout=START_S, launch=SERVE) as server,
+        serve(model, folder, config, *first, env=here, tensor_parallel=2, timeout=START_S, launch=SPAWNING) as server,
     ):
         yield TwoHosts(server, second, (ports[0], ports[1]))

@@ -24,7 +24,6 @@ from kvobs.probe import black_box
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCall, LayerCalls
 from kvobs.probe.native import choice
 from kvobs.probe.recorder import Recorder
-from kvobs.schema.signals import CALL_DURATION, SERIES, Scope, place
 from tests.engine.serving import eventually
 from tests.soak.memory import Sample, growth, sample
 from tests.support.watched import NAMES, config
@@ -32,7 +31,6 @@ from tests.support.watched import NAMES, config
 HOOKS = ("start_load_kv", "wait_for_save", "get_finished")
 THREADS, A_ROUND, AT_MOST = 4, 20_000, 1 << 20
 """At most so many bytes and, of a hundred times fewer, objects may be more at the end."""
-_CALLS = [series for series in SERIES[Scope.CHILD] if series.signal is CALL_DURATION]
 
 
 class Calls:
@@ -65,10 +63,7 @@ class Calls:
 
     def take(self) -> None:
         counts = self.recorder.take().counts
-        for child in range(len(NAMES)):
-            for series in _CALLS:
-                first = place(child, series.first)
-                self.taken += sum(counts.get(first + bucket, 0) for bucket in range(series.width - 1))
+        self.taken += sum(counts.get(slot, 0) for slot in self.recorder._call_slots)
 
     def in_threads(self, seed: int, calls: int = A_ROUND) -> None:
         threads = [threading.Thread(target=self.run, args=(n, seed * THREADS + n, calls)) for n in range(THREADS)]
@@ -79,7 +74,7 @@ class Calls:
 
 
 def killed(seed: int) -> list[str]:
-    """Call in a fork, in threads and in a fork of its own, kill it, and return what is wrong with its page."""
+    """Fork a process that makes random calls in threads, kill it, and return the torn records of its page."""
     engine, begun = f"soak-{uuid4()}", time.perf_counter_ns()
     if not (pid := os.fork()):
         calls = Calls(engine, 0)
