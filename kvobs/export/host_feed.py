@@ -61,7 +61,7 @@ class HostFeed:
 
     @faults.contained("flush")
     def _begin(self, ranks: Sequence[int], parent: int = 0) -> None:
-        if not ranks or self._rank != ranks[0]:  # without a folder for pages no rank has one
+        if not ranks or self._rank != ranks[0]:  # no ranks: their pages could not be written
             return
 
         def describe() -> EngineInfo:

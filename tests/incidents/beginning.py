@@ -1,4 +1,4 @@
-"""Let a connector of a running engine have a fault, when a test says so."""
+"""Configure a connector that can have a fault, and order the fault while its engine runs."""
 
 from __future__ import annotations
 

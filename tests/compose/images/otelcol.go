@@ -1,3 +1,5 @@
+// Command otelcol is an OpenTelemetry Collector with the components of the shipped settings. Debian's library lacks two of
+// them: tail_sampling, in whose place every trace is kept, and health_check.
 package main
 
 import (
