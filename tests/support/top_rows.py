@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 
 from kvobs.cli.top.rows import ConnectorRow, Server
 from kvobs.probe.recorder import Recorder
-from kvobs.schema import signals
+from kvobs.schema import __version__, signals
 from kvobs.schema.verdicts import STATES
 from tests.support.top_engines import count
 
@@ -52,7 +52,9 @@ REMOTE = replace(
     slowest_rank_share=0.75, saves_held=1, oldest_s=1.2, exceptions_per_s=0.19, state="Slow",
 )
 # fmt: on
-SERVER = Server("localhost:8000", None, "tiny", "0.32.0", "0.1.0", 5.0, 0.0023, 0, 5, 1, 1.2, 4.6, (CPU, DISK, REMOTE))
+SERVER = Server(
+    "localhost:8000", None, "tiny", "0.32.0", __version__, 5.0, 0.0023, 0, 5, 1, 1.2, 4.6, (CPU, DISK, REMOTE)
+)
 """What the page about `top` shows."""
 
 

@@ -20,6 +20,7 @@ from docs.pages import FOLDER, ROOT, fill, pages, part, parts, table, write
 from docs.tables import TABLES
 from kvobs.cli import app
 from kvobs.cli.commands import COMMANDS, load
+from kvobs.schema import __version__
 from kvobs.schema.signals import SIGNALS
 from tests.connectors import faults
 from tests.connectors.packages import version
@@ -70,6 +71,13 @@ def test_the_table_of_wrong_blocks_is_of_a_run_that_found_all_and_no_others() ->
     for title, row in rows.items():
         assert row["wrong"] in (None, sum(row["outcomes"].get(name, 0) for name in ("lossy", "mismatch"))), title
     assert {row["at"] for row in rows.values()} == {"", "two ranks", "two engines"}, "run `make faults`"
+
+
+def test_the_version_in_pages_is_that_of_the_package_and_of_its_newest_release() -> None:
+    shown = {found for text in TEXTS.values() for found in re.findall(r"\bkvobs[ :](\d+\.\d+\.\d+)", text)}
+    assert shown == {__version__}
+    releases = re.findall(r"^## (?!Unreleased)(\S+)", TEXTS["docs/changelog.md"], re.MULTILINE)
+    assert releases[0] == __version__
 
 
 def test_dashboards_page_counts_boards_rules_and_alerts() -> None:

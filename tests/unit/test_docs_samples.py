@@ -19,7 +19,7 @@ from kvobs.demo import report, tree
 from kvobs.demo.collector import ReceivedSpan
 from kvobs.probe import black_box, ring
 from kvobs.probe.increments import Increments
-from kvobs.schema import signals
+from kvobs.schema import __version__, signals
 from kvobs.telemetry.payload.kvobs_stats import summarize
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.promtool import answers
@@ -107,7 +107,7 @@ INSTALLED = ("package", "library")  # differ from one machine to the next
 
 
 def test_the_check_of_a_configuration_is_what_it_prints() -> None:
-    lines = [line for line in sample("docs/check.md", "kvobs 0.1.0 routes") if line.strip() != "..."]
+    lines = [line for line in sample("docs/check.md", f"kvobs {__version__} routes") if line.strip() != "..."]
     shown = [f"{line.split()[0]} ..." if line.startswith(INSTALLED) else line for line in lines]
     assert len(shown) > 12
     result = CliRunner().invoke(app, ["check", CHECKED], env={"COLUMNS": "100"})

@@ -13,6 +13,7 @@ from rich.segment import Segment
 
 from kvobs.cli.top.rows import ConnectorRow, Server
 from kvobs.cli.top.screen import MEANINGS, SORTS, Picture, columns, sort_rows
+from kvobs.schema import __version__
 from tests.support.top_rows import CPU, SERVER, SERVERS
 
 
@@ -99,7 +100,7 @@ def test_names_are_cut_before_numbers() -> None:
 def test_reuse_is_below_a_single_server() -> None:
     server = replace(SERVER, seen_share=0.4, half_within_tokens=131_072, local_cache_tokens=524_288)
     text = "40 % of the prompts' tokens were used before, half of them within 131k tokens; vLLM's own cache has 524k"
-    assert shown([server], 200)[5] == f"  vLLM 0.32.0, kvobs 0.1.0; {text}"
+    assert shown([server], 200)[5] == f"  vLLM 0.32.0, kvobs {__version__}; {text}"
     assert "used before" not in " ".join(shown([server, server], 200))
 
 
