@@ -58,7 +58,7 @@ class Exporter:
         self._watch = EngineWatch(engine)
         self._totals = Totals(engine, self._watch)
         self._exposition = Exposition(self._totals, self._refresh)
-        self._own = Counter[int]()  # slot -> what was counted here since it was sent to the engine
+        self._counts = Counter[int]()  # slot -> what was counted here since it was sent to the engine
         self._dropped = Counter[str]()
         self._dropped_sum = 0
         make = faults.contained("cut")(make_cutter)
@@ -139,26 +139,26 @@ class Exporter:
         """Do all that is due; return whether to go on reading."""
         if self._server is None and self._engine.port is not None and time.monotonic() >= self._bind_at:
             self._bind(self._engine, self._engine.port)
-        self._send_own()
+        self._send_counts()
         return not self._is_over() and self._engine_runs()
 
     # What the exporter counts itself goes to the engine, and comes back with its numbers
 
     def _count(self, signal_: signals.Signal, where: str, n: int) -> None:
-        self._own[signals.slot(signal_, where)] += n
+        self._counts[signals.slot(signal_, where)] += n
 
-    def _send_own(self) -> None:
+    def _send_counts(self) -> None:
         for where in list(self._dropped):
             self._count(signals.SPANS_DROPPED, where, self._dropped.pop(where))
         for where, n in faults.take().items():
             self._count(signals.INTERNAL_ERRORS, where, n)
-        if not self._own:
+        if not self._counts:
             return
         # A new line, whatever got out before.
-        line = b"\n" + wire.to_line(wire.message(Increments(self._own, [], {})))
+        line = b"\n" + wire.to_line(wire.message(Increments(self._counts, [], {})))
         with suppress(OSError):
             if self._channel.send(line, socket.MSG_DONTWAIT) == len(line):
-                self._own.clear()
+                self._counts.clear()
             # Part of a line is of no use to the engine, which leaves it out with the next one.
 
     def _bind(self, engine: EngineInfo, port: int) -> None:
@@ -190,10 +190,10 @@ class Exporter:
 
     def _refresh(self) -> None:
         """Bring the exporter's own gauges up to date."""
-        self._totals.set_own(signals.ENGINE_UP, int(self._is_up))
+        self._totals.set_exporter_gauge(signals.ENGINE_UP, int(self._is_up))
         if self._engine.has_core:
-            self._totals.set_own(signals.LAST_PAYLOAD, self._last_payload_s)
-            self._totals.set_own(signals.SPANS_QUEUED, self._queued)
+            self._totals.set_exporter_gauge(signals.LAST_PAYLOAD, self._last_payload_s)
+            self._totals.set_exporter_gauge(signals.SPANS_QUEUED, self._queued)
 
     @property
     def _queued(self) -> int:

@@ -79,7 +79,7 @@ class Totals:
         self._gauges: dict[_Key, int] = {}
         self._opened: dict[Signal, dict[tuple[int, tuple[str, ...]], int]] = {}
         self._marks: dict[_Key, dict[int, Mark]] = {}
-        self._own: dict[Signal, Point] = {}
+        self._exporter_gauges: dict[Signal, Point] = {}
 
     def add(self, taken: Increments) -> None:
         """Add the increments of a payload.
@@ -133,10 +133,10 @@ class Totals:
             marks = self._marks.setdefault((series, self._names.index(name)), {})
             marks[series.signal.bucket(record.observed_ns)] = mark
 
-    def set_own(self, signal: Signal, value: float) -> None:
+    def set_exporter_gauge(self, signal: Signal, value: float) -> None:
         """Set a gauge of the exporter."""
         with self._lock:
-            self._own[signal] = Point(self._labels, value)
+            self._exporter_gauges[signal] = Point(self._labels, value)
 
     def series(self) -> Iterator[tuple[Signal, list[Point]]]:
         """Yield each metric with its series, in the order of the table; without series where it was not used yet."""
@@ -153,7 +153,7 @@ class Totals:
             for signal, opened in self._opened.items():
                 for (child, values), n in opened.items():
                     points[signal].append(Point(self._values(child, values), n * signal.unit))
-            for signal, point in self._own.items():
+            for signal, point in self._exporter_gauges.items():
                 points[signal].append(point)
         self._introduce(points)
         if self._watch is not None:

@@ -25,6 +25,8 @@ WATCHED_S = 120
 """Before an incident: a new Prometheus knows little."""
 FEW = 2
 """So few samples may rise by chance, of what rises and falls."""
+MOST = 2 / 3
+"""Has risen for so much of the time without a fall: it fell by chance before."""
 MISSED_S = 10
 """After so many scrapes of a second each a series has ended."""
 _TIMES = ("_timestamp_seconds", "start_time_seconds")
@@ -102,8 +104,10 @@ class Recorded:
         value, growth = samples[i][1], 0.0
         lately = [sample for sample in samples if sample[0] >= self.began]
         if at > self.until and len(lately) > FEW:
-            (first_at, first), (last_at, last) = lately[0], lately[-1]
-            if any(a[1] > b[1] for a, b in itertools.pairwise(lately)):  # it rises and falls: so it goes on
+            falls = (i for i, (a, b) in enumerate(itertools.pairwise(lately), 1) if a[1] > b[1])
+            risen = lately[max(falls, default=0) :]
+            (first_at, first), (last_at, last) = risen[0], risen[-1]
+            if len(risen) < MOST * len(lately):  # it rises and falls: so it goes on
                 value = lately[int((at - self.until) / SCRAPE_S) % len(lately)][1]
             elif name.endswith(_GROWING):
                 growth = (last - first) / (last_at - first_at) * (at - last_at)

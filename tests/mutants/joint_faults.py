@@ -276,8 +276,8 @@ JOINT_FAULTS = (
     JointFault(
         "what the exporter has counted is forgotten if the engine does not read",
         f"{EXPORT}/process.py",
-        "            if self._channel.send(line, socket.MSG_DONTWAIT) == len(line):\n                self._own.clear()\n",
-        "            self._channel.send(line, socket.MSG_DONTWAIT)\n        self._own.clear()\n",
+        "            if self._channel.send(line, socket.MSG_DONTWAIT) == len(line):\n                self._counts.clear()\n",
+        "            self._channel.send(line, socket.MSG_DONTWAIT)\n        self._counts.clear()\n",
         f"{UNIT}/export/test_process.py",
     ),
     JointFault(

@@ -147,7 +147,7 @@ def exporting(
     totals = Totals(EngineInfo(1, 1, "tiny", 0, connectors, "first", "fail", "0.32.0", host="127.0.0.1", port=None))
     taken = recorder.take()
     totals.add(Increments(taken.counts, [*taken.opened, *opened], at))
-    totals.set_own(ENGINE_UP, 1)
+    totals.set_exporter_gauge(ENGINE_UP, 1)
     with closing(Server("127.0.0.1", 0, Exposition(totals, lambda: None).text, lambda: (True, {}))) as server:
         yield f"127.0.0.1:{server.port}"
 

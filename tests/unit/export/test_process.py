@@ -218,7 +218,7 @@ def test_its_numbers_are_kept_until_they_are_sent_whole(made: Callable[..., proc
         for n in counted:
             exporter._count(signals.INTERNAL_ERRORS, "apply", n)
         for _ in range(4):
-            exporter._send_own()
+            exporter._send_counts()
     assert channel.send.mock_calls == [call(line, socket.MSG_DONTWAIT)] * 4
 
 

@@ -169,7 +169,7 @@ def test_the_engine_and_its_connectors_are_there_from_the_start() -> None:
 
 def test_the_exporters_own_gauges_are_set_there() -> None:
     totals = Totals(engine())
-    totals.set_own(signals.ENGINE_UP, 1)
+    totals.set_exporter_gauge(signals.ENGINE_UP, 1)
     assert value(totals, signals.ENGINE_UP) == 1
     totals.add(Increments.none())
     assert {s for s, found in totals.series() if s.scope is Scope.EXPORTER and found} == {signals.ENGINE_UP}
