@@ -100,7 +100,7 @@ test-engines: $(INSTALLED) hosts promtool ## Run the tests on real engines, and 
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "(engine or contract) and not (demo or slow or connectors)" tests $(TESTS)
 
 test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus, prefill and decode, faults of connectors, kills
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow tests $(TESTS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --no-loadscope-reorder -m slow tests $(TESTS)
 
 incidents: $(INSTALLED) packages promtool ## Let connectors hang, end and slow real engines, and write what is seen of it into docs/incidents.md
 	KVOBS_INCIDENTS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow tests/incidents

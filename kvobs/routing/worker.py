@@ -289,10 +289,10 @@ class WorkerSide:
         return MultiKVEvents(by_child) if by_child else None
 
     def build_connector_worker_meta(self) -> MultiKVConnectorWorkerMetadata | None:
-        metadata, has_own = [], False
+        metadata, has_parts = [], False
         for child in self.children:
-            metadata.append(own := child.build_connector_worker_meta())
-            has_own = has_own or own is not None
+            metadata.append(part := child.build_connector_worker_meta())
+            has_parts = has_parts or part is not None
         if self._orders.loads or self._failed_syncs:
             self._report_syncs()
         broken: frozenset[tuple[int, int]] = frozenset()
@@ -303,7 +303,7 @@ class WorkerSide:
             broken = self.gates.take_broken()
         reports, self._reports = self._reports, []
         notes = self.observer.take_notes() if self.observer.wants_reports else []
-        if not reports and not broken and not notes and not has_own:
+        if not reports and not broken and not notes and not has_parts:
             return None
         return MultiKVConnectorWorkerMetadata(metadata=tuple(metadata), reports=reports, broken=broken, notes=notes)
 
@@ -358,7 +358,7 @@ class WorkerSide:
         """Return the children's handshakes, and which isolated children failed at the start."""
         handshakes = tuple(child.get_handshake_metadata() for child in self.children)
         broken = self.gates.broken if self.gates is not None else frozenset()
-        if not broken and all(own is None for own in handshakes):
+        if not broken and all(handshake is None for handshake in handshakes):
             return None
         return MultiHandshakeMetadata(handshakes, broken)
 
