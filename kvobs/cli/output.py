@@ -1,12 +1,9 @@
-"""Print errors, examples and tables; write external text safely, and numbers in a few characters."""
+"""Print errors and examples; write external text safely, and numbers in a few characters."""
 
 import datetime as dt
-from collections.abc import Iterable, Sequence
 
 import typer
-from rich.cells import cell_len
 from rich.console import Console
-from rich.text import Text
 
 from kvobs.log import line
 
@@ -34,32 +31,6 @@ def printable(text: str) -> str:
 def count(number: int, thing: str) -> str:
     """Return a number with the name of what is counted, in the plural unless it is 1."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequence[str]) -> list[str]:
-    """Return a header and the rows in aligned columns; without rows no header.
-
-    The columns whose head is in ``texts`` are aligned to the left, others to the right.
-    """
-    cells = [list(heads), *map(list, rows)]
-    if len(cells) == 1:
-        return []
-    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        spaces = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
-        padded = zip(heads, row, spaces, strict=True)
-        lines.append("  ".join(cell + s if head in texts else s + cell for head, cell, s in padded).rstrip())
-    return lines
-
-
-def show(console: Console, lines: Sequence[str]) -> None:
-    """Print a table's lines, the first one bold: cut at a terminal's width, whole in a pipe."""
-    for i, content in enumerate(lines):
-        text = Text(content, style="" if i else "bold")
-        if console.is_terminal:
-            text.truncate(console.width, overflow="ellipsis")
-        console.print(text, soft_wrap=True)
 
 
 NONE = "-"

@@ -1,6 +1,5 @@
-"""Tables are aligned, cut at a terminal's edge and whole in a pipe; numbers are short, and about right."""
+"""Numbers are short, and about right."""
 
-import io
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -8,29 +7,8 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
-from rich.cells import cell_len
-from rich.console import Console
 
-from kvobs.cli.output import amount, duration, integer, percent, show, signed_amount, table
-
-HEADS = ("name", "n", "of")
-ROWS = [("a", "1,000", "x" * 40), ("日本", "5", "é")]
-
-
-def test_texts_are_to_the_left_and_numbers_to_the_right() -> None:
-    assert table(HEADS, ROWS, texts=("name", "of")) == ["name      n  of", "a     1,000  " + "x" * 40, "日本      5  é"]
-    assert table(HEADS, [], texts=()) == [], "without rows no header"
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_pipe_gets_whole_lines_and_a_terminal_those_that_fit(is_terminal: bool) -> None:
-    file = io.StringIO()
-    console = Console(file=file, width=30, force_terminal=is_terminal, color_system=None)
-    show(console, table(HEADS, [*ROWS, ("[red]", "[/]", ":smile:")], texts=HEADS))
-    lines = file.getvalue().splitlines()
-    assert lines[1].endswith("x…" if is_terminal else "x" * 40)
-    assert (max(map(cell_len, lines)) <= 30) is is_terminal
-    assert lines[3] == "[red]  [/]    :smile:", "names are not markup"
+from kvobs.cli.output import amount, duration, integer, percent, signed_amount
 
 
 def examples(*numbers: float) -> Callable[[Any], Any]:
