@@ -1,5 +1,6 @@
 """The command ``kvobs timeline``: what the processes of an engine, running or dead, are in, and their last minute."""
 
+import gzip
 import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvobs.cli.chrome_trace import write
 from kvobs.cli.output import clock, count, duration, examples, fail, printable, warn
 from kvobs.clock import WALL_OFFSET, wall_ns
 from kvobs.probe import black_box
 from kvobs.probe.black_box import LOOKED, SUFFIX, Call, Page, Record, place_of
+from kvobs.vllm_api.hooks import HOOKS, Cadence
 from kvobs.vllm_api.proc import is_stopped
 
 MINUTE_NS = 60 * 10**9
@@ -177,12 +178,51 @@ def _order(rank: int | None) -> int:
 
 def _write(processes: Sequence[Process], trace: Path) -> None:
     try:
-        events = write(trace, [(f"{process.name}, engine {process.engine}", process) for process in processes])
+        events = _write_trace(processes, trace)
     except FileExistsError:
         raise fail(f"{trace} exists: name another file") from None
     except OSError as error:
         raise fail(f"{trace} can't be written: {error.strerror}") from None
     typer.echo(f"{trace}: {count(events, 'event')}; open it at https://ui.perfetto.dev", err=True)
+
+
+def _write_trace(processes: Sequence[Process], path: Path) -> int:
+    """Write a Chrome trace to a new file, compressed if it ends with .gz; return the number of events."""
+    begins = [record.begin_ns for process in processes for record in process.records[:1]]
+    begins += [call.since_ns for process in processes for call in process.calls]
+    zero_ns, number = min(begins, default=0), 0
+    with path.open("xb") as file, gzip.GzipFile(fileobj=file, mode="wb") if path.suffix == ".gz" else file as out:
+        out.write(b'{"traceEvents": [')
+        for process in processes:
+            for event in _events(process, zero_ns):
+                out.write((",\n" if number else "\n").encode() + json.dumps(event).encode())
+                number += 1
+        out.write(f'\n], "otherData": {{"begin_unix_ns": {zero_ns + WALL_OFFSET}}}}}\n'.encode())
+    return number
+
+
+def _events(process: Process, zero_ns: int) -> Iterator[dict[str, Any]]:
+    """Yield the events of a track, with a row for each connector, and one for each of its layer hooks.
+
+    The calls of a layer hook in a step are one slice, which ends with the last of them.
+    """
+    pid, name = process.page.pid, f"{process.name}, engine {process.engine}"
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": _order(process.page.rank)}}
+    rows: dict[str, int] = {}
+    calls: list[Record | Call] = [*process.records, *process.calls]
+    for call in calls:
+        is_of_layers = HOOKS[call.hook].cadence is Cadence.LAYER
+        row = f"{call.connector}: {call.hook}" if is_of_layers else call.connector
+        if row not in rows:
+            rows[row] = len(rows) + 1
+            yield {"ph": "M", "pid": pid, "tid": rows[row], "name": "thread_name", "args": {"name": row}}
+        event = {"name": call.hook, "pid": pid, "tid": rows[row]}
+        if isinstance(call, Call):  # its end is missing
+            yield event | {"ph": "B", "ts": (call.since_ns - zero_ns) / 1e3}
+        else:
+            times = {"ts": (call.begin_ns - zero_ns) / 1e3, "dur": call.spent_ns / 1e3}
+            yield event | times | {"ph": "X", "args": {"calls": call.calls, "failed": call.has_raised}}
 
 
 # --- what is printed

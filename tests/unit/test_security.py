@@ -107,11 +107,11 @@ def test_nothing_is_written_to_a_file_but_what_is_asked_for() -> None:
         "black_box.py": 1,  # to read the page of an engine's process
         # The folder and files of the pages, the end of an engine; to look whether a file is still written.
         "ring_files.py": 8,
-        "chrome_trace.py": 1,  # what the command kvobs timeline writes
     }
     of_log = {"request_log.py": 3}  # the file of kvobs.request_log, or the engine's stderr
     of_commands = {
         "dashboards.py": 2,  # kvobs dashboards
+        "timeline.py": 1,  # kvobs timeline --chrome
         "command.py": 1,  # kvobs check: /dev/null, for the output of vLLM's import
     }
     assert Counter(name for name, _ in found) == of_engine | of_log | of_commands
