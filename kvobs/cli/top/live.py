@@ -1,8 +1,9 @@
-"""Scrape servers in threads, and show their rows live, once or as JSON; keys sort and quit."""
+"""The command ``kvobs top``: scrape servers in threads, and show their rows live, once or as JSON."""
 
 import json
 import os
 import select
+import signal
 import termios
 import threading
 import time
@@ -10,21 +11,67 @@ import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.layout import Layout
 from rich.live import Live
 from rich.text import Text
 
+from kvobs.cli.output import examples
 from kvobs.cli.top.rows import Server, server_row
 from kvobs.cli.top.scrapes import Scrape, fetch
 from kvobs.cli.top.screen import SORTS, Picture, legend
-from kvobs.cli.web import NoAnswerError
+from kvobs.cli.web import CaCert, Cert, Key, NoAnswerError, urls_of, use_certificates
 
 STDIN = 0
 LOOK_S = 0.5  # between two draws of the screen
 KEYS = "q quit  < > sort  ? meanings"
 HUNG_UP = "\x04"  # Ctrl-D, and what is read from a terminal that is gone
+
+EXAMPLES = examples(
+    "kvobs top localhost                  a vLLM server at its port 8000",
+    "kvobs top gpu-1:9464+8000            an exporter, and its vLLM server's port",
+    "kvobs top localhost --once --json    for scripts",
+)
+
+
+def top(
+    urls: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="URL...",
+            help="Address of a vLLM server, e.g. localhost:8000, or of its exporter, e.g. localhost:9464, or both as "
+            "localhost:9464+8000.",
+        ),
+    ],
+    *,
+    interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between scrapes.")] = 4.0,
+    once: Annotated[bool, typer.Option("--once", help="Scrape twice, print the difference, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; requires --once.")] = False,
+    cacert: CaCert = None,
+    cert: Cert = None,
+    key: Key = None,
+) -> None:
+    """Show each connector of running servers live: hits, loads, waits, errors, and the cost of telemetry."""
+    use_certificates(cacert, cert, key)
+    if as_json and not once:
+        raise typer.BadParameter("requires --once", param_hint="--json")
+    try:
+        watches = [Watch(url, interval, of_vllm) for url, of_vllm in dict.fromkeys(map(urls_of, urls))]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="URL") from None
+    # SIGTERM must restore the terminal as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    view = Top(Console(highlight=False), watches, interval)
+    try:
+        if not once:
+            view.run()
+        elif not view.once(as_json=as_json):
+            raise typer.Exit(1)
+    except KeyboardInterrupt:
+        raise typer.Exit(130 if once else 0) from None
 
 
 class Watch:
