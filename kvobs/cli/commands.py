@@ -12,7 +12,7 @@ from typer.main import get_command
 from kvobs.schema import __version__
 
 COMMANDS = {
-    "demo": ("kvobs.demo.command:demo", "Run a demonstration on this CPU."),
+    "demo": ("kvobs.demo.run:demo", "Run a demonstration on this CPU."),
     "topology": ("kvobs.cli.topology:topology", "Print which ranks read from which."),
     "top": ("kvobs.cli.top.live:top", "Show the connectors of running servers, live."),
     "check": ("kvobs.cli.check.command:check", "Check a --kv-transfer-config before it starts."),

@@ -1,8 +1,9 @@
-"""Run `kvobs demo` from end to end: model, server, load, report."""
+"""The command ``kvobs demo``, from end to end: model, server, load, report."""
 
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -10,9 +11,11 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+import typer
 from prometheus_client.samples import Sample
 from rich.console import Console
 from rich.markup import escape
@@ -20,7 +23,7 @@ from rich.markup import escape
 from kvobs.demo import load, report
 from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.model import make_model
-from kvobs.demo.scenarios import Fault, evidence
+from kvobs.demo.scenarios import FAULTS, Fault, evidence
 from kvobs.demo.server import CORES, HOST, Server, ServerError, claim_port, cores, parse_metrics
 from kvobs.demo.tree import tree
 from kvobs.schema.options import ExporterOptions
@@ -42,6 +45,54 @@ EXPORTER_PORT = ExporterOptions().port or 0
 """Port of the exporter where that of the server is chosen too; else a free one is picked."""
 SETTLE_S = 0.5
 """Time for the last step's numbers to reach /metrics."""
+
+
+EXAMPLES = """\b
+Examples:
+  kvobs demo
+  kvobs demo --keep --repeat --port 8000 --fault failing-connector"""
+
+
+def demo(
+    *,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the server; 0 picks a free one.")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the server running until Ctrl-C, and its folder.")] = False,
+    requests: Annotated[int, typer.Option(min=16, max=10_000, help="Approximate number of requests to send.")] = 96,
+    host: Annotated[str, typer.Option(help="Address to listen on: 127.0.0.1 or 0.0.0.0.")] = "127.0.0.1",
+    repeat: Annotated[bool, typer.Option("--repeat", help="Repeat the load until Ctrl-C; requires --keep.")] = False,
+    exporter: Annotated[
+        bool, typer.Option("--exporter", help="Serve kvobs's metrics, and export spans, from a separate process.")
+    ] = False,
+    fault: Annotated[str | None, typer.Option(help=f"Inject a fault: {', '.join(FAULTS)}.")] = None,
+) -> None:
+    """Run a vLLM server with two KV connectors on this CPU, and show the numbers of each."""
+    console, errors = Console(), Console(stderr=True)
+    if fault is not None and fault not in FAULTS:
+        raise typer.BadParameter(f"unknown fault {fault!r}; use one of: {', '.join(FAULTS)}", param_hint="--fault")
+    if host not in ("127.0.0.1", "0.0.0.0"):
+        raise typer.BadParameter(f"can't listen on {host!r}; use 127.0.0.1 or 0.0.0.0", param_hint="--host")
+    if repeat and not keep:
+        raise typer.BadParameter("requires --keep", param_hint="--repeat")
+    # SIGTERM must stop the server as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if find_spec("vllm") is None:
+        raise _fail(errors, "kvobs demo needs vLLM: pip install 'kvobs[engine]' (for CPUs)")
+    try:
+        Demo(console, port, keep, requests, FAULTS.get(fault or ""), host, repeat, exporter).run()
+    except KeyboardInterrupt:
+        errors.print("\nStopped. Nothing is left running.", style="yellow")
+        raise typer.Exit(130) from None
+    except ServerError as error:
+        raise _fail(errors, str(error)) from None
+
+
+def _fail(errors: Console, says: str) -> typer.Exit:
+    """Print an error, its first line in red; return the exit to raise."""
+    headline, _, rest = says.partition("\n")
+    errors.print(headline, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    if rest:
+        errors.print(rest, markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(1)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""The options of `kvobs demo` that a stack of containers needs."""
+"""The options of `kvobs demo`; what it does is in tests/engine/test_demo.py."""
 
+import re
 import time
 import urllib.request
 from io import BytesIO, StringIO
@@ -10,7 +11,9 @@ from urllib.error import URLError
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from kvobs.cli import app
 from kvobs.demo import load, run, server
 from kvobs.demo.scenarios import FAULTS
 
@@ -102,3 +105,21 @@ def test_the_load_is_repeated_if_wanted(repeat: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "sleep", lambda _seconds: None)
     run.Demo(Console(quiet=True), repeat=repeat, requests=20).wait_for_ctrl_c(FakeServer())  # type: ignore[arg-type]
     assert [call.args[1] for call in run_rounds.call_args_list] == ([20, 20] if repeat else [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [("--port 70000", "--port"), ("--requests 3", "--requests"), ("--prot 1", "--prot"),
+     ("--repeat", "requires --keep"), ("--host ::1", "127.0.0.1 or 0.0.0.0")],
+)  # fmt: skip
+def test_options_of_the_demo_that_make_no_sense_are_refused(arguments: str, says: str) -> None:
+    result = CliRunner().invoke(app, ["demo", *arguments.split()])
+    assert result.exit_code == 2
+    assert says in " ".join(re.sub(r"\x1b\[[0-9;]*m", "", result.output).split())
+
+
+def test_without_vllm_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "find_spec", lambda _name: None)
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 1
+    assert result.stderr == "kvobs demo needs vLLM: pip install 'kvobs[engine]' (for CPUs)\n"
