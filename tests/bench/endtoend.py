@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvobs.demo.model import NAME, make_model
-from kvobs.demo.processes import group_members
 from kvobs.demo.run import host_memory, multi_connector
-from kvobs.demo.server import HOST, Server, ServerError, cores
+from kvobs.demo.server import HOST, Server, ServerError, cores, group_members
 from kvobs.vllm_api.proc import stat
 from tests.bench.report import Budget, Line, Part
 from tests.engine.serving import importing_tests

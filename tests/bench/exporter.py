@@ -22,9 +22,8 @@ from statistics import quantiles
 from typing import Any, NamedTuple
 
 from kvobs.demo.collector import decode
-from kvobs.demo.processes import group_members
 from kvobs.demo.run import child, multi_connector
-from kvobs.demo.server import HOST, Server, ServerError, claim_port
+from kvobs.demo.server import HOST, Server, ServerError, claim_port, group_members
 from kvobs.vllm_api.proc import stat
 from tests.bench import waits
 from tests.bench.endtoend import SPIN_S, Say, ask, check_end, compare, completing, in_turn, prompt, running

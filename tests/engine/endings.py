@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.model import NAME, make_model
-from kvobs.demo.processes import group_members
 from kvobs.demo.run import host_memory, multi_connector
-from kvobs.demo.server import HOST, Server, parse_metrics
+from kvobs.demo.server import HOST, Server, group_members, parse_metrics
 from kvobs.vllm_api.proc import stat
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, SPAWNING, eventually, of_tests, prompt, serve, stock
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.model import NAME
-from kvobs.demo.processes import group_members
 from kvobs.demo.run import child, on_one_core
-from kvobs.demo.server import HOST, Server, cores
+from kvobs.demo.server import HOST, Server, cores, group_members
 from kvobs.vllm_api.proc import stat
 from tests.engine.forked_server import ForkedServer
 from tests.support.affinity import keeping_off

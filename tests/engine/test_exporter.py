@@ -17,9 +17,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from docs.pages import FOLDER
 from kvobs.demo.collector import Collector
-from kvobs.demo.processes import group_members
 from kvobs.demo.run import host_memory
-from kvobs.demo.server import claim_port, environment, parse_metrics
+from kvobs.demo.server import claim_port, environment, group_members, parse_metrics
 from kvobs.vllm_api.proc import start_time, stat
 from tests.engine import metered
 from tests.engine.exported import OPENMETRICS, PORT, Exported, with_exporter

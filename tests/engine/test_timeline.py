@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvobs.cli import app
-from kvobs.demo.processes import group_members
 from kvobs.demo.run import host_memory, multi_connector
+from kvobs.demo.server import group_members
 from kvobs.probe import black_box
 from tests.engine.endings import kill
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, eventually, hang_up, of_tests, prompt, serve

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvobs.demo.processes import end_group, kill_group
 from kvobs.demo.run import child
-from kvobs.demo.server import HOST, claim_port, parse_metrics
+from kvobs.demo.server import HOST, claim_port, end_group, kill_group, parse_metrics
 from tests.connectors.packages import importing
 from tests.engine.serving import THE_CORE, eventually, listens
 from tests.support.affinity import keeping_off

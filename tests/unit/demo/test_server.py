@@ -16,9 +16,20 @@ from unittest import mock
 
 import pytest
 
-from kvobs.demo.processes import end_group, exit_text, group_members
 from kvobs.demo.run import folder
-from kvobs.demo.server import CORES, Server, ServerError, claim_port, cores, environment, newest_message, root_cause
+from kvobs.demo.server import (
+    CORES,
+    Server,
+    ServerError,
+    claim_port,
+    cores,
+    end_group,
+    environment,
+    exit_text,
+    group_members,
+    newest_message,
+    root_cause,
+)
 from tests.engine.serving import eventually
 
 
