@@ -23,8 +23,17 @@ from kvobs.export.engine_watch import EngineWatch
 from kvobs.probe.black_box import SCHEDULER
 from kvobs.probe.increments import Increments
 from kvobs.schema import __version__, signals
-from kvobs.schema.signal_types import Series
-from kvobs.schema.signals import OTHER_VALUE, SERIES_AT_MOST, SIGNALS, Kind, Signal, hook_label, labelnames, place
+from kvobs.schema.signals import (
+    OTHER_VALUE,
+    SERIES_AT_MOST,
+    SIGNALS,
+    Kind,
+    Series,
+    Signal,
+    hook_label,
+    labelnames,
+    place,
+)
 from kvobs.schema.spans import CONNECTOR, Record, observed_in
 from kvobs.telemetry.payload.wire import EngineInfo
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from kvobs.schema import signals
-from kvobs.schema.signal_types import Series, Signal
+from kvobs.schema.signals import Series, Signal
 from kvobs.vllm_api.hooks import HOOKS
 
 __all__ = ["ATTRIBUTES", "SCOPE", "SPANS", "Reason", "Span"]

@@ -16,7 +16,7 @@ from kvobs import testing
 INTERNAL = {
     "kvobs.schema.config": {"explain", "is_enabled", "validate"},  # with findings; `read` raises them
     "kvobs.schema.signals": {
-        *("slot", "find", "locate", "place", "of_child"),  # places in the payload
+        *("Series", "slot", "find", "locate", "place", "of_child"),  # places in the payload
         "labelnames",  # of what the exporter serves
         *("is_timed", "hook_label"),  # about hooks; they are here because labels need them
     },
@@ -27,7 +27,6 @@ INTERNAL = {
 
 HOMES = {
     "__version__": "kvobs.schema",
-    "OPEN": "kvobs.schema.signal_types",
     "BLOCK": "kvobs.testing.rig",
     "ROUTERS": "kvobs.testing.rig",
 }
