@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from rich.console import Console
 
+from kvobs.cli.check.command import as_dict, lay_out_classes, lay_out_text, lines
 from kvobs.cli.check.flags import Flags
-from kvobs.cli.check.report import as_dict, lay_out_classes, lay_out_text, lines
 from kvobs.schema.config import PATH, ConfigError, read
 from kvobs.schema.findings import Finding
 from kvobs.schema.options import Options
