@@ -8,7 +8,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvobs
-from kvobs.cli.check.destinations import losses, metrics_go_to, spans_go_to
+from kvobs.cli.check.check import losses, metrics_go_to, spans_go_to
 from kvobs.export import feed as feed_module
 from kvobs.export.destinations import CASES, Case, Setup, findings
 from kvobs.schema.config import EXPORTER_VARIABLE
