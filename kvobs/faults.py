@@ -12,7 +12,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from kvobs.log import once
-from kvobs.schema.signals import INTERNAL_ERRORS, Where
+from kvobs.schema.signals import Where
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,13 +34,7 @@ def contain(where: Where) -> None:
 
 
 def contained(where: Where) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
-    """Return a decorator that contains a function's exceptions: it then returns None.
-
-    Raises:
-        ValueError: ``where`` is not a label value of kvobs_internal_errors_total: errors there could not be counted.
-    """
-    if where not in INTERNAL_ERRORS.labels["where"]:
-        raise ValueError(f"{where!r} is not a value of the label 'where' of {INTERNAL_ERRORS.name}")
+    """Return a decorator that contains a function's exceptions: it then returns None."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T | None]:
         @wraps(function)

@@ -43,10 +43,8 @@ def test_under_pytest_it_is_raised_on() -> None:
     assert faults.take() == {"record": 1}
 
 
-def test_every_place_is_a_label_of_the_metric_and_another_is_refused_when_the_function_is_defined() -> None:
+def test_every_place_is_a_label_of_the_metric() -> None:
     """A count of any other place would be lost."""
-    with pytest.raises(ValueError, match="'flsh' is not a value of the label 'where'"):
-        faults.contained("flsh")  # type: ignore[arg-type]
     places = set()
     for path in Path(kvobs.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
