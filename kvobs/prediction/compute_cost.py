@@ -33,7 +33,7 @@ class Errors:
     def note(self, expected: float, observed: float) -> None:
         """Add a step."""
         self.observed_s += observed
-        self.error_s += expected - observed if expected > observed else observed - expected
+        self.error_s += abs(expected - observed)
 
     def take(self) -> tuple[float, float]:
         """Return both totals since the last call."""

@@ -7,9 +7,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from kvobs.log import log
 from kvobs.schema.findings import Finding, cut, show, unknown
@@ -48,13 +48,11 @@ class ConfigError(ValueError):
         return f"kvobs can't start with this --kv-transfer-config: {text}"
 
 
-class Configuration(BaseModel):
+class Configuration(NamedTuple):
     """A checked configuration: the options, and the children's names in the order of ``connectors``.
 
     ``stock`` are the parts of vLLM, out of STOCK, that stay in place.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     options: Options
     names: tuple[str, ...]
@@ -101,7 +99,7 @@ def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Findi
     stock = _stock_of_environment(mistakes)
     if of_names:
         names = _names((), configured, [])
-    return Configuration(options=options, names=names, stock=stock), mistakes
+    return Configuration(options, names, stock), mistakes
 
 
 _CORRECT = "use an allowed value, or remove the option"
