@@ -66,17 +66,7 @@ class Pair(NamedTuple):
     is_mla: bool = False
 
     def reads(self) -> list[Read]:
-        """Return the reads of each decode rank; ValueError with the command's options if the sizes don't fit."""
-        (prefill, block), (decode, decode_block) = self.prefill, self.decode
-        heads, multiple = 1 if self.is_mla else self.kv_heads, "one must be a multiple of the other"
-        for option, size in (("--prefill-tp", prefill), ("--decode-tp", decode)):
-            if size % heads and heads % size:
-                raise ValueError(f"{option} {size} with {heads} KV heads (--kv-heads or --model): {multiple}")
-        if prefill % decode and decode % prefill:
-            raise ValueError(f"--prefill-tp {prefill} with --decode-tp {decode}: {multiple}")
-        if decode_block % block:
-            options = f"--decode-block-size {decode_block} with --prefill-block-size {block}"
-            raise ValueError(f"{options}: the first must be a multiple of the second")
+        """Return the reads of each decode rank; ValueError if the sizes don't fit."""
         return who_reads(self.prefill, self.decode, self.kv_heads, is_mla=self.is_mla)
 
     def ranks_per_head(self, engine: Engine) -> int:

@@ -172,17 +172,17 @@ def test_the_command_takes_the_numbers_from_a_model(tmp_path: Path, config: dict
     (tmp_path / "config.json").write_text('{"num_key_value_heads": 3}')
     code, output = kvobs(*PAIR, "--model", str(tmp_path))
     assert code == 1
-    assert output.startswith("--prefill-tp 4 with 3 KV heads")
+    assert output.startswith("TP size 2 of engine decode with 3 KV heads")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("3 --decode-tp 4 --kv-heads 8", r"--prefill-tp 3 with 8 KV heads \(--kv-heads or --model\): one must be"),
-        ("4 --decode-tp 3 --kv-heads 8", "--decode-tp 3 with 8 KV heads .*: one must"),
-        ("4 --decode-tp 3 --kv-heads 12", "--prefill-tp 4 with --decode-tp 3: one must"),
-        ("4 --decode-tp 3 --mla", "--prefill-tp 4 with --decode-tp 3: one must"),
-        ("4 --decode-tp 4 --mla --prefill-block-size 32", "--decode-block-size 16 with .* 32: the first"),
+        ("3 --decode-tp 4 --kv-heads 8", "TP size 3 of engine prefill with 8 KV heads: one must be"),
+        ("4 --decode-tp 3 --kv-heads 8", "TP size 3 of engine decode with 8 KV heads: one must"),
+        ("4 --decode-tp 3 --kv-heads 12", "TP size 3 of engine decode and 4 of engine prefill: one must"),
+        ("4 --decode-tp 3 --mla", "TP size 3 of engine decode and 4 of engine prefill: one must"),
+        ("4 --decode-tp 4 --mla --prefill-block-size 32", "block size 16 of engine decode and 32 of engine prefill:"),
         ("4 --decode-tp 4 --model /nowhere", "/nowhere/config.json: No such file.*; give the folder"),
     ],
 )
