@@ -4,7 +4,6 @@ import gzip
 import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -37,26 +36,16 @@ class Sums(NamedTuple):
     failed: int
 
 
-@dataclass
 class Process:
     """A process of an engine, as it was when its page was read; times are of the monotonic clock."""
 
-    engine: str
-    page: Page
-    state: str = field(init=False)
-    calls: list[Call] = field(init=False)
-    raised: Call | None = field(init=False)
-    records: list[Record] = field(init=False)
-    last_ns: int = field(init=False)
-    """When the last call ended; 0 if none has."""
-    until_ns: int = field(init=False)
-    """Now, or when a dead process was last seen to run."""
-
-    def __post_init__(self) -> None:
-        page = self.page
+    def __init__(self, engine: str, page: Page) -> None:
+        self.engine, self.page = engine, page
         self.calls, self.raised, self.records = page.calls(), page.raised(), page.records()
+        # When the last call ended; 0 if none has.
         self.last_ns = max((record.begin_ns + record.spent_ns for record in self.records), default=0)
         begins = [call.since_ns for call in (*self.calls, self.raised) if call is not None]
+        # Until now, or when a dead process was last seen to run.
         self.state, self.until_ns = "died", max([page.words[LOOKED], self.last_ns, *begins])
         if page.has_ended_well:
             self.state = "ended well"
