@@ -77,12 +77,8 @@ class Numbers:
         """Return a label's value of the first series; empty without any."""
         return next((has.get(label, "") for has, _ in self.by_name.get(signal.name, ())), "")
 
-    def quantile(self, signal: Signal, q: float) -> float | None:
-        """Return a histogram's quantile over all its series; None without observations."""
-        return self.quantile_of(signal.name, q)
-
-    def quantile_of(self, name: str, q: float) -> float | None:
-        """Return the quantile of the histogram of this name, which may be vLLM's."""
+    def quantile(self, name: str, q: float) -> float | None:
+        """Return the quantile of the histogram of this name over all its series; None without observations."""
         buckets: dict[float, float] = {}
         for has, value in self.by_name.get(f"{name}_bucket", ()):
             bound = float(has.get("le", "inf"))

@@ -81,29 +81,24 @@ class Watch:
         self.url, self._interval_s, self._of_vllm = url, interval_s, of_vllm
         self.address = url.removeprefix("http://").removesuffix("/metrics")
         self.since_start = self.lately = Server(self.address, error="no answer yet")
-        self._last: Scrape | None = None
+        self.last: Scrape | None = None  # if it could be read
         self._failing_since_s: float | None = None
-
-    @property
-    def has_answer(self) -> bool:
-        """Whether the last scrape could be read."""
-        return self._last is not None
 
     def scrape(self) -> None:
         """Scrape once; after a failure the next scrape counts as the first."""
         try:
             scrape = fetch(self.url, self._of_vllm)
         except NoAnswerError as error:
-            now, self._last = time.monotonic(), None
+            now, self.last = time.monotonic(), None
             self._failing_since_s = self._failing_since_s or now
             seconds = now - self._failing_since_s
             since = f"for {seconds:.0f} s: " if seconds >= 1 else ""
             self.since_start = self.lately = Server(self.address, error=f"{since}{error}")
             return
         only_one = Server(self.address, error="one answer so far")
-        self.lately = server_row(self.address, self._last, scrape) if self._last else only_one
+        self.lately = server_row(self.address, self.last, scrape) if self.last else only_one
         self.since_start = server_row(self.address, None, scrape)
-        self._last, self._failing_since_s = scrape, None
+        self.last, self._failing_since_s = scrape, None
 
     def run(self) -> None:
         """Scrape in each interval, for ever."""
@@ -137,7 +132,7 @@ class Top:
         A server that does not answer at first is not waited for again.
         """
         scrape_all(self.watches)
-        if answering := [watch for watch in self.watches if watch.has_answer]:
+        if answering := [watch for watch in self.watches if watch.last]:
             time.sleep(self.interval_s)
             scrape_all(answering)
         servers = [watch.lately for watch in self.watches]

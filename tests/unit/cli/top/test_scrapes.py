@@ -31,7 +31,7 @@ def test_exposed_numbers_are_read_as_they_were_counted() -> None:
     assert (disk.total(LOADS, outcome="failed"), disk.total(LOADS, outcome="ok")) == (4, 0)
     assert disk.total(LOAD_DURATION, "_count") == 1
     assert disk.total(LOAD_DURATION, "_sum") == pytest.approx(2**25 / 1e9)
-    assert 2**24 / 1e9 < (disk.quantile(LOAD_DURATION, 0.5) or 0) <= 2**25 / 1e9
+    assert 2**24 / 1e9 < (disk.quantile(LOAD_DURATION.name, 0.5) or 0) <= 2**25 / 1e9
     assert owners["0", "cpu"].label(signals.CONNECTOR_INFO, "class") == "MeteredConnector"
 
 
