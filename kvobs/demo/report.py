@@ -45,12 +45,9 @@ class ConnectorTotals:
         return self.lookups["hit"] + self.lookups["miss"]
 
 
-def totals_of(names: Iterable[str], before: Sequence[Sample], after: Sequence[Sample]) -> list[ConnectorTotals]:
-    """Return each connector's numbers between two readings, summed over engines; zeros for one without series."""
-    return [_totals(name, before, after) for name in names]
+def totals_of(name: str, before: Sequence[Sample], after: Sequence[Sample]) -> ConnectorTotals:
+    """Return a connector's numbers between two readings, summed over engines; zeros for one without series."""
 
-
-def _totals(name: str, before: Sequence[Sample], after: Sequence[Sample]) -> ConnectorTotals:
     def count(signal: signals.Signal, **labels: str) -> int:
         return int(_growth(before, after, signal.name, connector=name, **labels))
 

@@ -122,7 +122,8 @@ class Demo:
             if self.fault:
                 config, ranks = with_fault(self.fault, work), self.fault.ranks
             if self.exporter:
-                config = with_exporter(config, self.host, EXPORTER_PORT if self.port else 0)
+                port = claim_port(EXPORTER_PORT if self.port else 0)
+                config["kv_connector_extra_config"]["kvobs"]["exporter"] = {"host": self.host, "port": port}
             collector = stack.enter_context(Collector())
             with Progress(self.console, "server") as step:
                 args = ("--otlp-traces-endpoint", os.environ.get(ENDPOINT, collector.endpoint))
@@ -167,7 +168,7 @@ class Demo:
             step.succeed("loaded or computed: the same answers, token for token")
         time.sleep(SETTLE_S)
         after = readings(server)
-        rows = report.totals_of(NAMES, before, after)
+        rows = [report.totals_of(name, before, after) for name in NAMES]
         self.console.print()
         self.console.print(report.table(rows))
         self.console.print(report.LEGEND, style="dim")
@@ -234,15 +235,14 @@ class Progress:
     def __init__(self, console: Console, name: str) -> None:
         self.console, self.name, self.begin = console, name, time.monotonic()
         self.last, self.next_s = "", self.EVERY_S
-        self.status = console.status(name) if console.is_terminal else None
-        if self.status:
-            self.status.start()
+        self.status = console.status(name)  # shows nothing where there is no terminal
 
     def __enter__(self) -> Self:
+        self.status.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.end()
+        self.status.stop()
 
     @property
     def seconds(self) -> float:
@@ -254,9 +254,8 @@ class Progress:
     def show(self, doing: str) -> None:
         """Show the activity of the step in a line that never wraps."""
         text = f"{self.name:8} {self.seconds:4.0f} s  {doing}"[: self.console.width - 3]
-        if self.status:
-            self.status.update(escape(text))
-        elif self.seconds >= self.next_s and doing != self.last:
+        self.status.update(escape(text))
+        if not self.console.is_terminal and self.seconds >= self.next_s and doing != self.last:
             self.last, self.next_s = doing, self.seconds + self.EVERY_S
             self.note(text)
 
@@ -264,12 +263,8 @@ class Progress:
         self.console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
 
     def succeed(self, result: str) -> None:
-        self.end()
+        self.status.stop()
         self.console.print(f"[green]✓[/] {self.name:8} {self.seconds:4.1f} s  {escape(result)}", soft_wrap=True)
-
-    def end(self) -> None:
-        if self.status:
-            self.status.stop()
 
 
 @contextmanager
@@ -323,13 +318,6 @@ def with_fault(fault: Fault, work: Path) -> dict[str, Any]:
         config["kv_connector_extra_config"]["kvobs"]["isolate"] = [NAMES[0]]
         config["kv_load_failure_policy"] = "recompute"
     return config
-
-
-def with_exporter(config: dict[str, Any], host: str, port: int) -> dict[str, Any]:
-    """Return the configuration with kvobs's exporter on; port 0 picks a free one."""
-    extra = config["kv_connector_extra_config"]
-    options = {**extra["kvobs"], "exporter": {"host": host, "port": claim_port(port)}}
-    return {**config, "kv_connector_extra_config": {**extra, "kvobs": options}}
 
 
 def metrics_url(server: Server) -> str:

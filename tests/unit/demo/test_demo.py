@@ -210,7 +210,8 @@ vllm:prompt_tokens_by_source_total{engine="1",model_name="tiny",source="external
 
 def test_the_report_counts_the_growth_of_each_child() -> None:
     """Over all engines and both modes, and nothing that was there before."""
-    cpu, disk, other = report.totals_of(["cpu", "disk", "s3"], parse_metrics(BEFORE), parse_metrics(AFTER))
+    readings = parse_metrics(BEFORE), parse_metrics(AFTER)
+    cpu, disk, other = (report.totals_of(name, *readings) for name in ("cpu", "disk", "s3"))
     assert cpu == report.ConnectorTotals(
         "cpu", lookups={"hit": 15, "miss": 4, "pending": 0, "timeout": 0, "not_read": 0}, offered=4096, unused=0,
         loads={"ok": 4, "failed": 0, "aborted": 2}, loaded=3968, load_s=0.08, waited_s=0.75,
@@ -249,7 +250,8 @@ def shown(rows: list[report.ConnectorTotals]) -> str:
 
 def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
     """Even with all columns and five-digit numbers; a number cut short would be a wrong number."""
-    text = shown(report.totals_of(["cpu", "disk"], parse_metrics(BEFORE), parse_metrics(AFTER)))
+    readings = parse_metrics(BEFORE), parse_metrics(AFTER)
+    text = shown([report.totals_of(name, *readings) for name in ("cpu", "disk")])
     assert max(map(len, text.splitlines())) <= 80
     assert next(line for line in text.splitlines() if "disk" in line).count("54,321") == 1
     assert "…" not in text
