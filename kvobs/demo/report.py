@@ -1,6 +1,6 @@
 """Compute lookups, offers and loads of each connector between two readings of /metrics, and render them as a table."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -121,3 +121,20 @@ def source_line(tokens: Mapping[str, int]) -> str:
     ends = [round(100 * end / max(1, whole)) for end in accumulate(tokens.values(), initial=0)]
     parts = ", ".join(f"{end - begin} % {words}" for words, (begin, end) in zip(tokens, pairwise(ends), strict=True))
     return f"Of {whole:,} prompt tokens: {parts}."
+
+
+def evidence(shown_by: Iterable[signals.Signal], samples: Iterable[Sample]) -> Iterator[str]:
+    """Yield the lines of /metrics that these have, with connector and own labels; a histogram as its mean."""
+    sums: dict[tuple[str, str], float] = {}
+    for sample in samples:
+        for signal in shown_by:
+            labels = ", ".join(f'{name}="{sample.labels[name]}"' for name in ("connector", *signal.labels)
+                               if name in sample.labels)  # fmt: skip
+            if signal.kind is not signals.Kind.HISTOGRAM and sample.name == signal.name and sample.value:
+                yield f"{signal.name}{{{labels}}} {sample.value:g}"
+            elif sample.name in (f"{signal.name}_sum", f"{signal.name}_count"):
+                sums[sample.name, labels] = sums.get((sample.name, labels), 0) + sample.value
+    for (name, labels), count in sums.items():
+        if name.endswith("_count") and count:
+            total = sums[f"{name.removesuffix('_count')}_sum", labels]
+            yield f"{name.removesuffix('_count')}{{{labels}}} {total / count:.3g} s on average, {count:g} times"

@@ -23,9 +23,9 @@ from rich.markup import escape
 from kvobs.demo import load, report
 from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.model import make_model
-from kvobs.demo.scenarios import FAULTS, Fault, evidence
 from kvobs.demo.server import CORES, HOST, Server, ServerError, claim_port, cores, parse_metrics
 from kvobs.demo.tree import tree
+from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
 from kvobs.schema.spans import LOAD
 
@@ -45,6 +45,29 @@ EXPORTER_PORT = ExporterOptions().port or 0
 """Port of the exporter where that of the server is chosen too; else a free one is picked."""
 SETTLE_S = 0.5
 """Time for the last step's numbers to reach /metrics."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of the connector ``cpu``: the tensor parallel size that it needs, and the metrics that show it."""
+
+    name: str
+    says: str
+    ranks: int
+    is_isolated: bool
+    shown_by: tuple[signals.Signal, ...]
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("slow-connector", "cpu reports each load 1.2 s late", 1, False, (signals.LOAD_DURATION, signals.LOADS)),
+        Fault("failing-connector", "cpu raises on each load, and is isolated", 1, True,
+              (signals.CALL_ERRORS, signals.QUARANTINES, signals.LOADS, signals.RECOMPUTED_TOKENS)),
+        Fault("slow-rank", "cpu's loads end 1.2 s later on rank 1 of two", 2, False,
+              (signals.SLOWEST_RANK, signals.RANK_SKEW, signals.LOAD_DURATION)),
+    )
+}  # fmt: skip
 
 
 EXAMPLES = """\b
@@ -176,7 +199,7 @@ class Demo:
         self.console.print(report.time_line(rows), highlight=False)
         if self.fault:
             self.console.print(f"\n[bold]The fault in /metrics[/]: {self.fault.says}")
-            self.copyable(*evidence(self.fault, after))
+            self.copyable(*report.evidence(self.fault.shown_by, after))
         return rows
 
     def show_slowest_load(self, collector: Collector) -> None:

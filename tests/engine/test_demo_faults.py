@@ -14,8 +14,7 @@ from kvobs.cli.web import url_of
 from kvobs.demo import report
 from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.host_offload import SLOW_RANK, SLOW_S
-from kvobs.demo.run import Demo
-from kvobs.demo.scenarios import FAULTS
+from kvobs.demo.run import FAULTS, Demo
 from kvobs.demo.server import Server
 from tests.engine.forked_server import ForkedServer
 

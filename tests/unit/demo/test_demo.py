@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client.samples import Sample
 from rich.console import Console
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from kvobs.demo import load, model, report
+from kvobs.demo import load, model, report, run
 from kvobs.demo.host_offload import HostWorker
 from kvobs.demo.server import Completion, ServerError, parse_metrics
 
@@ -259,3 +260,19 @@ def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
     quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 0) | {"hit": 1, "miss": 1}, 1, 0,
                           dict.fromkeys(("ok", "failed", "aborted"), 0), 1, 0, 0)]  # fmt: skip
     assert not any(word in shown(quiet) for word in ("yet", "timed", "failed")), "columns that nobody needs"
+
+
+def test_a_histogram_is_printed_as_its_mean_over_all_engines_and_what_is_zero_is_not() -> None:
+    def sample(series: str, value: float, **labels: str) -> Sample:
+        return Sample(f"kvobs_{series}", {"model_name": "m", "connector": "cpu", "mode": "async", **labels}, value)
+
+    samples = [
+        sample("load_duration_seconds_sum", 3, engine="0"), sample("load_duration_seconds_count", 2, engine="0"),
+        sample("load_duration_seconds_sum", 1, engine="1"), sample("load_duration_seconds_count", 2, engine="1"),
+        sample("load_duration_seconds_count", 0, connector="disk"), sample("loads_total", 4, outcome="ok"),
+        sample("loads_total", 0, outcome="failed"), sample("lookups_total", 4, outcome="hit"),
+    ]  # fmt: skip
+    assert list(report.evidence(run.FAULTS["slow-connector"].shown_by, samples)) == [
+        'kvobs_loads_total{connector="cpu", mode="async", outcome="ok"} 4',
+        'kvobs_load_duration_seconds{connector="cpu", mode="async"} 1 s on average, 4 times',
+    ]

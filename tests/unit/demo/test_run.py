@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kvobs.cli import app
 from kvobs.demo import load, run, server
-from kvobs.demo.scenarios import FAULTS
+from kvobs.schema.config import read
 
 
 class FakeServer:
@@ -71,7 +71,7 @@ def test_exporters_listen_beside_servers(port: int, claimed: int, used: int, mon
     ended: list[str] = []
     monkeypatch.setattr(run, "see_exporter_end", ended.append)
     out = StringIO()
-    run.Demo(Console(file=out), port=port, host="0.0.0.0", exporter=True, fault=FAULTS["failing-connector"]).run()
+    run.Demo(Console(file=out), port=port, host="0.0.0.0", exporter=True, fault=run.FAULTS["failing-connector"]).run()
     config = FakeServer.last.arguments[2]
     options = config["kv_connector_extra_config"]["kvobs"]
     assert options["exporter"] == {"host": "0.0.0.0", "port": used}
@@ -124,3 +124,15 @@ def test_without_vllm_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPa
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 1
     assert result.stderr == "kvobs demo needs vLLM: pip install 'kvobs[engine]' (for CPUs)\n"
+
+
+@pytest.mark.parametrize("fault", [None, *run.FAULTS])
+def test_the_demos_configuration_is_valid_with_each_fault_and_without(fault: str | None, tmp_path: Path) -> None:
+    config = (
+        run.with_fault(run.FAULTS[fault], tmp_path)
+        if fault
+        else run.multi_connector(run.host_memory(), run.files(tmp_path))
+    )
+    extra = config["kv_connector_extra_config"]
+    assert read(extra).names == ("cpu", "disk")
+    assert extra["connectors"][0]["kv_connector_extra_config"].get("fault") == fault
