@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvobs.cli.series import Numbers
+from kvobs.cli.scrapes import Numbers
 from kvobs.demo.report import PROMPT_TOKENS
 from kvobs.demo.server import parse_metrics
 from kvobs.schema import signals

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from kvobs.cli.top.scrapes import Scrape, parse, parse_vllm
+from kvobs.cli.scrapes import Scrape, parse, parse_vllm
 from kvobs.export.http_server import Server
 from kvobs.export.totals import Exposition, Totals
 from kvobs.probe.increments import Increments

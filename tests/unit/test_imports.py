@@ -18,7 +18,7 @@ PURE = ("prediction", "state", "probe", "telemetry.requests", "telemetry.tracing
 NEEDS_NO_VLLM = ("log", "vllm_api", "schema", "topology", "faults", "plugin")
 WITHOUT_TORCH = (
     *("export.span_export", "export.destinations"),
-    *("telemetry.payload.wire", "cli.series"),
+    *("telemetry.payload.wire", "cli.scrapes"),
     *("connectors.specs", "connectors.validation", "routing.lookups", "cli.check.check"),
 )
 

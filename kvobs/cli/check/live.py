@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 
 from kvobs.cli import dashboards
 from kvobs.cli.output import printable
-from kvobs.cli.series import Numbers
+from kvobs.cli.scrapes import NO_METRICS, PLAIN, PREFIX, Numbers, Scrape, parse_vllm, values_of
 from kvobs.cli.top.rows import server_row
-from kvobs.cli.top.scrapes import NO_METRICS, PLAIN, PREFIX, Scrape, parse_vllm, values_of
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding

@@ -20,8 +20,8 @@ from rich.live import Live
 from rich.text import Text
 
 from kvobs.cli.output import examples
+from kvobs.cli.scrapes import Scrape, fetch
 from kvobs.cli.top.rows import Server, server_row
-from kvobs.cli.top.scrapes import Scrape, fetch
 from kvobs.cli.top.screen import SORTS, Picture, legend
 from kvobs.cli.web import CaCert, Cert, Key, NoAnswerError, urls_of, use_certificates
 

@@ -5,8 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvobs.cli.series import Numbers, Owner, by_owner, change, has_restarted
-from kvobs.cli.top.scrapes import RUNNING, TTFT, WAITING, Scrape
+from kvobs.cli.scrapes import RUNNING, TTFT, WAITING, Numbers, Owner, Scrape, by_owner, change, has_restarted
 from kvobs.schema import signals
 from kvobs.schema.verdicts import IDLE, LOADABLE_SHARE, POLL_S, SERVES_OTHERS, UNSERVED_H, judge
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS

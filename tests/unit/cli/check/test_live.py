@@ -14,7 +14,7 @@ from kvobs.cli import commands as cli
 from kvobs.cli import dashboards
 from kvobs.cli.check import live
 from kvobs.cli.check.live import look, shipped_rules
-from kvobs.cli.top.scrapes import NO_METRICS
+from kvobs.cli.scrapes import NO_METRICS
 from kvobs.cli.web import Page
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import (

@@ -22,10 +22,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvobs.cli import commands as cli
+from kvobs.cli.scrapes import Scrape, fetch
 from kvobs.cli.top import live
 from kvobs.cli.top.live import HUNG_UP, Watch, keyboard, scrape_all
 from kvobs.cli.top.rows import Server
-from kvobs.cli.top.scrapes import Scrape, fetch
 from kvobs.cli.web import NoAnswerError, url_of
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals

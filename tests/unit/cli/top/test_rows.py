@@ -14,8 +14,8 @@ from rich.console import Console
 
 import kvobs
 from kvobs import faults
+from kvobs.cli.scrapes import Scrape, parse
 from kvobs.cli.top.rows import ConnectorRow, Server, server_row
-from kvobs.cli.top.scrapes import Scrape, parse
 from kvobs.cli.top.screen import Picture
 from kvobs.connectors.specs import HAND_OFF
 from kvobs.probe.increments import Increments
