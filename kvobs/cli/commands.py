@@ -27,8 +27,7 @@ A function's module has the end of its help as ``EXAMPLES``.
 
 def load(name: str) -> Any:
     """Import a command."""
-    place, _ = COMMANDS[name]
-    module_name, _, attribute = place.partition(":")
+    module_name, _, attribute = COMMANDS[name][0].partition(":")
     module = import_module(module_name)
     found = getattr(module, attribute)
     if isinstance(found, typer.Typer):

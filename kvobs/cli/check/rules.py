@@ -75,16 +75,15 @@ def _libraries(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
         yield Finding(f"{path}.kv_connector", found, fix=need.install)
 
 
-def _nesting(entry: Mapping[str, Any], path: str) -> list[Finding]:
+def _nesting(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
     """Warn about vLLM's router within another router; kvobs within kvobs is a mistake, found with the classes."""
-    extra = entry.get(PATH)
-    if entry.get("kv_connector") != ROUTER or entry.get("kv_connector_module_path") in OURS:
-        if entry.get("kv_connector") == ROUTER or not isinstance(extra, Mapping) or "kvobs" not in extra:
-            return []
+    is_router, extra = entry.get("kv_connector") == ROUTER, entry.get(PATH)
+    if is_router and entry.get("kv_connector_module_path") not in OURS:
+        found = f"found vLLM's {ROUTER} within {ROUTER}: kvobs sees it as one connector, and none of those in it"
+        yield Finding(f"{path}.kv_connector", found, fix="move its connectors to the list that it is in")
+    elif not is_router and isinstance(extra, Mapping) and "kvobs" in extra:
         found = "has no effect in a connector: kvobs reads its options beside the list of connectors only"
-        return [Finding(f"{path}.{PATH}.kvobs", found, fix=f"move it out, beside {PATH}.connectors")]
-    found = f"found vLLM's {ROUTER} within {ROUTER}: kvobs sees it as one connector, and none of those in it"
-    return [Finding(f"{path}.kv_connector", found, fix="move its connectors to the list that it is in")]
+        yield Finding(f"{path}.{PATH}.kvobs", found, fix=f"move it out, beside {PATH}.connectors")
 
 
 def _roles(whole: Mapping[str, Any]) -> Iterator[Finding]:
