@@ -77,14 +77,6 @@ def test_layouts_must_agree() -> None:
     assert get_kv_connector_cache_layout() is None
 
 
-def test_layouts_that_differ_are_named_with_their_children() -> None:
-    config = config_of(
-        child_config(Script("a"), "HndConnector"), child_config(Script("b"), "NhdConnector"), names=["one", "two"]
-    )
-    with pytest.raises(ValueError, match="one needs HND, two needs NHD"):
-        kvobs.MultiConnector.get_required_kvcache_layout(config)
-
-
 def test_each_child_sees_its_own_transfer_config_and_the_rest_of_vllms() -> None:
     config = config_of(child_config(Script("a")), child_config(Script("b")))
     first, second = build(config)._connectors

@@ -12,35 +12,20 @@ from tests.support.rig import assert_nothing_is_left, child_config, counted
 
 
 @pytest.mark.parametrize(
-    ("policy", "isolate", "more", "says"),
+    ("more", "why"),
     [
-        ("fail", "best", {}, "kv_load_failure_policy: found 'fail', .* allowed: 'recompute'"),
-        ("recompute", "bset", {}, r"isolate\[0\]: found 'bset', allowed: 'best', 'other'"),
-        ("recompute", "best", {"kv_role": "kv_producer"}, "'best' .* has kv_role kv_producer"),
-    ],
-)
-def test_limits_of_isolation_are_errors_at_start(policy: str, isolate: str, more: dict[str, Any], says: str) -> None:
-    best, other = Script("best"), Script("other")
-    connectors = [child_config(best, **more), child_config(other)]
-    with pytest.raises(ConfigError, match=says):
-        Rig("kvobs", connectors=connectors, kvobs={"names": ["best", "other"], "isolate": [isolate]}, policy=policy)
-    assert best.calls == other.calls == [], "before anything is built"
-
-
-@pytest.mark.parametrize(
-    ("connector", "why"),
-    [
-        ({"kv_connector": "NixlConnector"}, "hands KV over to another engine"),
-        ({"kv_connector": "MooncakeConnector"}, "hands KV over to another engine"),
+        ({"kv_role": "kv_producer"}, "has kv_role kv_producer"),
+        ({"kv_connector": "NixlConnector", "kv_connector_module_path": None}, "hands KV over to another engine"),
+        ({"kv_connector": "MooncakeConnector", "kv_connector_module_path": None}, "hands KV over to another engine"),
         ({"kv_connector": "MultiConnector", "kv_connector_module_path": ROUTERS["stock"]}, "is a MultiConnector"),
     ],
 )
-def test_a_connector_that_can_not_be_left_out_is_refused_and_named(connector: dict[str, str], why: str) -> None:
-    extra = {"connectors": [child_config(Script("x"))]}
-    entry = {**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    connectors = [entry, child_config(Script("other"))]
+def test_a_connector_that_can_not_be_left_out_is_refused_before_any_is_built(more: dict[str, Any], why: str) -> None:
+    best, other = Script("best"), Script("other")
+    connectors = [child_config(best) | more, child_config(other)]
     with pytest.raises(ConfigError, match=rf"isolate: found 'best' \(\w+\), which can.t be isolated: it {why}"):
         Rig("kvobs", connectors=connectors, kvobs={"names": ["best", "other"], "isolate": ["best"]})
+    assert best.calls == other.calls == []
 
 
 def test_the_operator_decides_who_is_best_effort(a: Script) -> None:

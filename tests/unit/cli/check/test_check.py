@@ -17,17 +17,8 @@ from kvobs.cli.check.rewrite import Router
 from kvobs.demo.server import claim_port
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH
 from kvobs.vllm_api.versions import RUST_FRONTEND
-from tests.support.configurations import TWO, check, config_of, starts
+from tests.support.configurations import TWO, check, config_of
 from tests.support.contexts import no_otel_variables
-
-
-def test_a_policy_of_a_child_is_ignored() -> None:
-    config = config_of([TWO[0], {**TWO[1], "kv_load_failure_policy": "recompute"}])
-    (warning,) = check(config).warnings
-    assert warning.path == f"{PATH}.connectors[1].kv_load_failure_policy"
-    assert "no effect here: vLLM reads the top level only, where it is 'fail'" in warning.says
-    assert starts(config)
-    assert check(config_of([{**TWO[1], "kv_load_failure_policy": "fail"}])).warnings == []
 
 
 @pytest.mark.parametrize(

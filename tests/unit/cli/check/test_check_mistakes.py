@@ -89,11 +89,12 @@ def test_a_mistake_is_found_where_it_is_and_ends_the_start(kind: str) -> None:
 
 
 def test_layouts_that_differ_are_a_mistake() -> None:
-    config = config_of([scripted("HndConnector"), scripted("NhdConnector")])
+    config = config_of([scripted("HndConnector"), scripted("NhdConnector")], {"names": ["one", "two"]})
     checked = check(config)
     assert paths(checked) == ["connectors"]
-    assert "HndConnector needs HND, NhdConnector needs NHD" in checked.mistakes[0].says
-    assert not starts(config)
+    assert "one needs HND, two needs NHD" in checked.mistakes[0].says
+    with pytest.raises(ValueError, match="one needs HND, two needs NHD"):
+        start(config)
 
 
 def test_all_mistakes_are_found_in_one_run() -> None:
