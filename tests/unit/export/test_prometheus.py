@@ -20,7 +20,6 @@ from kvobs.export.prometheus import MultiKVConnectorPromMetrics
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import CHILD_WIDTH, LOOKUPS, OPEN, PROCESS_WIDTH, SIGNALS, Kind, Scope, Signal, slot
-from kvobs.telemetry.payload.wire import VERSION
 from kvobs.vllm_api import versions
 from tests.support.front import LABELS, Front, metered, own
 
@@ -165,39 +164,6 @@ def test_a_child_whose_metrics_can_not_be_made_costs_the_others_nothing(caplog: 
     front.metrics.observe({"one": {"n": 1}, "two": {"n": 2}})
     assert front.value("scripted_things_total", "two") == 2
     assert "'one' can't define its own metrics" in caplog.text
-
-
-SENT = {"v": VERSION, "table": signals.TABLE_DIGEST, "children": ONE}
-
-
-@pytest.mark.usefixtures("in_production")
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"one": {"wrong": 1}},
-        {"one": None},
-        {"kvobs": None},
-        {"kvobs": {"v": 1, "children": {}, "counts": ["x"]}},
-        {"kvobs": {**SENT, "counts": [10**9, 1]}},
-        {"stranger": {"n": 1}},
-    ],
-    ids=str,
-)
-def test_a_bad_payload_is_contained(bad: dict[str, Any]) -> None:
-    front = Front(metered("a"), names=["one"])
-    front.metrics.observe(bad)
-    front.metrics.observe({"one": {"n": 1}, "kvobs": own({HIT: 1}, ONE)})
-    assert front.value("scripted_things_total", "one") == 1
-    assert front.value("kvobs_lookups_total", "one", outcome="hit") == 1
-
-
-def test_another_versions_numbers_are_refused_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    front = Front(metered("a"), names=["one"])
-    for _ in range(2):
-        front.metrics.observe({"kvobs": {"v": 1, "table": 1, "children": {"one": "m:C"}, "counts": [0, 1]}})
-    assert caplog.text.count("a different version of kvobs") == 1
-    assert front.value("kvobs_lookups_total", "one", outcome="hit") is None
-    assert front.value("kvobs_internal_errors_total", None, where="version") == 2
 
 
 REAL: Any = {kind: kind for kind in (Counter, Gauge, Histogram)}
