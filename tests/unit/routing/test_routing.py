@@ -99,21 +99,6 @@ def test_r9_the_second_allocation_call_has_no_tokens_and_keeps_the_owner(router:
     assert rig.connector._requests_to_connector["r"] == 1
 
 
-def test_r9_r10_attempts_and_admissions_are_counted_apart(a: Script, b: Script) -> None:
-    """Stock counts nothing per child."""
-    a.offers["r"] = [(None, False), (None, False), KV]
-    rig = started("kvobs", a, b, steps=3)
-    a.say(0, received="r")
-    rig.run(3)
-    assert len(a.called("get_num_new_matched_tokens")) >= 3
-    assert counted(rig, "kvobs_lookups_total", 0, "pending") == 1, "once a request"
-    assert counted(rig, "kvobs_lookups_total", 0, "hit") == 1
-    assert counted(rig, "kvobs_lookups_total", 0, "miss") == 0
-    assert counted(rig, "kvobs_admitted_tokens_total", 0) == 2 * BLOCK
-    assert counted(rig, "kvobs_loads_total", 0, "async", "ok") == 1
-    assert_nothing_is_left(rig)
-
-
 # How loads and saves end
 
 

@@ -50,19 +50,6 @@ def test_a_load_counts_by_mode_and_outcome_and_its_tokens_if_it_went_well(
     )
 
 
-@pytest.mark.parametrize(("spent", "skew", "slowest"), [((5, 9, 6), 4, "1"), ((7, 3, 7), 4, "0")], ids=str)
-@pytest.mark.parametrize("kind", ["load", "save"])
-def test_ranks_are_compared(spent: tuple[int, ...], skew: int, slowest: str, kind: str) -> None:
-    counted = Counted(1)
-    if kind == "load":
-        counted.outcomes.load_ended("r", Load(0, 1, True, 3, ranks=took(*spent)))
-    else:
-        counted.outcomes.saved("r", 0, Save(True, True, 3, 1, ranks=took(*spent)), 1)
-    counts = counted.counts()
-    assert counts[0, "kvobs_rank_skew_seconds", kind] == skew
-    assert counts[0, "kvobs_slowest_rank_total", slowest] == 1
-
-
 @pytest.mark.parametrize(("outcome", "held"), [("ok", {(0, "kvobs_save_hold_seconds"): 250}), ("abandoned", {})])
 def test_a_save_is_held_from_the_promise_to_now_unless_it_is_abandoned(outcome: str, held: dict[Any, int]) -> None:
     counted = Counted(1)
