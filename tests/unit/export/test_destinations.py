@@ -56,18 +56,12 @@ def test_where_something_would_be_lost_it_is_reported_once_or_the_exporter_runs(
     assert metrics_go_to(Setup(ON, **given)) == "http://127.0.0.1:9464/metrics, from kvobs's exporter"
 
 
-def test_the_text_has_both_remedies() -> None:
-    (finding,) = findings(Setup(None, api_servers=3))
-    assert str(finding).startswith("--api-server-count: several API servers share the numbers, ")
-    assert str(finding).endswith("exporter, which then starts by itself; or use 1.")
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.path)
-def test_each_case_has_its_words(case: Case) -> None:
+def test_each_case_has_its_words_and_both_remedies(case: Case) -> None:
     given = next(given for given, path, _ in SETUPS.values() if path == case.path)
     (finding,) = findings(Setup(None, **given))
-    assert case.found in str(finding)
-    assert str(finding).endswith(f"; or {case.instead}.")
+    assert str(finding).startswith(f"{case.path}: {case.found}, ")
+    assert str(finding).endswith(f"exporter, which then starts by itself; or {case.instead}.")
 
 
 OFF, URL = "nowhere: tracing is off", "http://c:4317"

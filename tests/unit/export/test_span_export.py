@@ -223,28 +223,23 @@ def test_text_is_plain_where_vllms_own_is_or_the_environment_asks_for_it(
 
 
 @pytest.mark.parametrize(
-    ("variables", "queue", "batch"),
+    ("variables", "queue", "batch", "delay_ms"),
     [
-        ({}, 2048, 512),
-        ({"QUEUE_SIZE": "100"}, 100, 100),
-        ({"QUEUE_SIZE": "4096", "EXPORT_BATCH_SIZE": "1024"}, 4096, 1024),
-        ({"QUEUE_SIZE": "100", "EXPORT_BATCH_SIZE": "512"}, 100, 100),
-        ({"QUEUE_SIZE": "0", "EXPORT_BATCH_SIZE": "-1"}, 2048, 512),
-        ({"QUEUE_SIZE": "many", "EXPORT_BATCH_SIZE": "1.5"}, 2048, 512),
-        ({"QUEUE_SIZE": "", "EXPORT_BATCH_SIZE": " "}, 2048, 512),
+        ({}, 2048, 512, 1000),
+        ({"MAX_QUEUE_SIZE": "100", "SCHEDULE_DELAY": "250"}, 100, 100, 250),
+        ({"MAX_QUEUE_SIZE": "4096", "MAX_EXPORT_BATCH_SIZE": "1024"}, 4096, 1024, 1000),
+        ({"MAX_QUEUE_SIZE": "100", "MAX_EXPORT_BATCH_SIZE": "512"}, 100, 100, 1000),
+        ({"MAX_QUEUE_SIZE": "0", "MAX_EXPORT_BATCH_SIZE": "-1"}, 2048, 512, 1000),
+        ({"MAX_QUEUE_SIZE": "many", "MAX_EXPORT_BATCH_SIZE": "1.5"}, 2048, 512, 1000),
+        ({"MAX_QUEUE_SIZE": "", "MAX_EXPORT_BATCH_SIZE": " "}, 2048, 512, 1000),
     ],
     ids=str,
 )
-def test_the_queue_is_as_the_environment_says(
-    variables: dict[str, str], queue: int, batch: int, cutter: Make, monkeypatch: pytest.MonkeyPatch
+def test_the_queue_and_its_delay_are_as_the_environment_says(  # noqa: PLR0917 - a table's columns, and fixtures
+    variables: dict[str, str], queue: int, batch: int, delay_ms: int, cutter: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
-        monkeypatch.setenv(f"OTEL_BSP_MAX_{name}", value)
+        monkeypatch.setenv(f"OTEL_BSP_{name}", value)
     mine = cutter().cutter._processor._batch_processor
-    assert (mine._max_queue_size, mine._max_export_batch_size) == (queue, batch)
-    assert mine._schedule_delay_millis == 1000
-
-
-def test_the_delay_is_as_the_environment_says(cutter: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "250")
-    assert cutter().cutter._processor._batch_processor._schedule_delay_millis == 250
+    found = (mine._max_queue_size, mine._max_export_batch_size, mine._schedule_delay_millis)
+    assert found == (queue, batch, delay_ms)
