@@ -118,7 +118,7 @@ _FIRST_SECTION = "\n\n## "
 _LABEL_NAME = r"[A-Za-z_]\w*"
 _KUBERNETES_LABEL = r"([a-z0-9.-]+/)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?=([A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)?"
 _NAMESPACE = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
-_URL = r"https?://[^\s\"'{}]+"
+_URL = r"https?://[^\s\"'{}\\]+"
 
 
 @dataclass(frozen=True)

@@ -299,9 +299,10 @@ def claim_port(port: int) -> int:
 
 @cache
 def _own_ports() -> Iterator[int]:
-    """Return the ports below those that the kernel gives to connections, in any order, for ever."""
+    """Return the ports below those that the kernel gives to connections, or all, in any order, for ever."""
     kernels = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    return cycle(random.sample(range(LOWEST_PORT, kernels), kernels - LOWEST_PORT))
+    ports = range(LOWEST_PORT, kernels) or range(LOWEST_PORT, 1 << 16)
+    return cycle(random.sample(ports, len(ports)))
 
 
 def parse_metrics(text: str) -> list[Sample]:

@@ -3,6 +3,7 @@
 Every mistake is reported at once, each with the JSON path, what was found, and what is allowed.
 """
 
+import logging
 import os
 import re
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from kvobs.log import log
+from kvobs.log import once
 from kvobs.schema.findings import Finding, cut, show, unknown
 from kvobs.schema.options import ExporterOptions, Options, TracingOptions, VerifyOptions
 from kvobs.schema.signals import CONNECTORS_AT_MOST
@@ -64,7 +65,8 @@ def is_enabled() -> bool:
     value = os.environ.get(ENABLE_VARIABLE, "")
     word = value.strip().lower()
     if word not in _ON | _OFF:
-        log.warning("%s is %r, allowed: 1 or 0; kvobs is not enabled", ENABLE_VARIABLE, value)
+        text = "%s is %r, allowed: 1 or 0; kvobs is not enabled"
+        once("enable", logging.WARNING, text, ENABLE_VARIABLE, value)  # vLLM registers several times in a process
     return word in _ON
 
 

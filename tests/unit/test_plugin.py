@@ -43,7 +43,7 @@ def test_only_a_yes_replaces_it(value: str, monkeypatch: pytest.MonkeyPatch, cap
     plugin.register()
     assert registered() is (kvobs.MultiConnector if value in YES else stock.MultiConnector)
     assert issubclass(kvobs.MultiConnector, stock.MultiConnector)
-    assert bool(caplog.records) is ("KVOBS_ENABLE is 'maybe'" in caplog.text) is (value == "maybe")
+    assert caplog.text.count("KVOBS_ENABLE is 'maybe'") == len(caplog.records) == (value == "maybe"), "once"
 
 
 class TheirConnector(stock.MultiConnector):

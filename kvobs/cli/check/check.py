@@ -172,16 +172,17 @@ def _check_ports(result: CheckResult, exporter: ExporterOptions | None, flags: F
     for whose, port in {whose: port for port, whose in flags.taken.items() if port in result.ports}.items():
         found = f"found port {port} of engine {port - first}, which is {whose}"
         result.add(warnings=[Finding(path, found, fix=fix)])
-    try:
-        if exporter.web_config is not None:
+    if exporter.web_config is not None:
+        try:
             context(exporter.web_config)
+        except UnusableError as error:
+            file_fix = "correct the file, unless it is for another machine"
+            result.add(warnings=[Finding(f"{path}.web_config", str(error.strerror), fix=file_fix)])
+    try:
         for port in range(first, min(first + number, _LAST_PORT + 1)):
             listen(exporter.host, port).close()
         if exporter.web_config is None and is_reached_from_elsewhere(exporter.host):
             result.add(warnings=[Finding(path, f"listens on {show(exporter.host)}: {OPEN_TO_ALL}", fix=LESS_OPEN)])
-    except UnusableError as error:
-        fix = "correct the file, unless it is for another machine"
-        result.add(warnings=[Finding(f"{path}.web_config", str(error.strerror), fix=fix)])
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             found = f"found port {port}, which is in use on this machine: held by {holder(port)}"

@@ -197,6 +197,7 @@ def test_the_command_takes_all_of_it(tmp_path: Path) -> None:
     [
         ("--grafana", "grafana.example.org", "is not valid; use an address such as https://grafana.example.org"),
         ("--runbook", "wiki", "--runbook 'wiki'"),
+        ("--runbook", "https://wiki.example.org/a\\b", "is not valid"),
         ("--job", 'a"b', "use letters, digits"),
         ("--cluster", "a-b", "use the name of a label"),
         ("--label", "release", "use NAME=VALUE for Kubernetes"),

@@ -19,8 +19,10 @@ import pytest
 from kvobs.demo.run import folder
 from kvobs.demo.server import (
     CORES,
+    LOWEST_PORT,
     Server,
     ServerError,
+    _own_ports,
     claim_port,
     cores,
     end_group,
@@ -43,6 +45,14 @@ def test_port_0_gives_a_port_that_is_free(monkeypatch: pytest.MonkeyPatch) -> No
         own = iter(ports[:2])
         monkeypatch.setattr("kvobs.demo.server._own_ports", lambda: own)
         assert claim_port(0) == ports[1], "one that others use is passed over"
+
+
+def test_port_0_gives_one_where_the_kernel_may_give_all_ports_to_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    _own_ports.cache_clear()
+    with monkeypatch.context() as tuned:
+        tuned.setattr(Path, "read_text", lambda _: "1024\t65535\n")
+        assert claim_port(0) >= LOWEST_PORT
+    _own_ports.cache_clear()
 
 
 def test_a_port_in_use_is_named_and_one_just_closed_can_be_used_again() -> None:

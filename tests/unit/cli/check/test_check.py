@@ -161,6 +161,13 @@ def test_the_holder_of_the_port_is_named_in_a_warning(host: str, taken: int) -> 
     assert "unless it is the exporter of this engine" in warning.fix
 
 
+def test_a_file_that_is_missing_hides_no_port_in_use(taken: int) -> None:
+    exporter = {"port": taken, "web_config": "/missing/web.yml"}
+    file, port = check_text(config_of(kvobs={"exporter": exporter})).warnings
+    assert file.path == f"{PATH}.kvobs.exporter.web_config"
+    assert f"found port {taken}, which is in use" in port.found
+
+
 def test_the_variable_is_named_where_it_set_the_port(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXPORTER_VARIABLE, f"127.0.0.1:{taken}")
     checked = check_text(config_of())
