@@ -24,7 +24,11 @@ def once(key: str, level: int, message: str, *args: object, exc_info: bool = Fal
 
 def line(text: object, at_most: int = _LINE_AT_MOST) -> str:
     """Return external text in a form that is safe to show: control characters are escaped, and it is shortened."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[: at_most + 1])
+    try:
+        begin = str(text)[: at_most + 1]
+    except Exception:  # of a connector's own class
+        begin = f"a value of {type(text).__name__}, whose text can't be had"
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in begin)
     return shown if len(shown) <= at_most else shown[:at_most] + "..."
 
 

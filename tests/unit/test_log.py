@@ -15,6 +15,15 @@ def test_a_thing_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert log.line("a\x1b[2J\nb\ud800 é\\") == "a\\x1b[2J\\nb\\ud800 é\\", "what a terminal would obey is escaped"
 
 
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("errno")
+
+
+def test_an_error_whose_text_raises_is_shown_by_its_class() -> None:
+    assert log.line(UnspeakableError()) == "a value of UnspeakableError, whose text can't be had"
+
+
 def test_remembered_messages_are_bounded_kind_by_kind(caplog: pytest.LogCaptureFixture) -> None:
     """A peer that names ever new things does not keep what others have to say out of the log."""
     for key, times in {"k{}": 128, "kind:{}": 128, "kind:{}:more": 128, "kind:{:0300}": 1}.items():
