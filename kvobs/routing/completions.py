@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from kvobs.clock import wall_ns
 from kvobs.connectors.child import Child
 from kvobs.faults import contained
+from kvobs.log import log
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents, NextOrders, checked
@@ -262,7 +263,14 @@ class Completions:
 
     def _reset_siblings(self, index: int) -> list[str]:
         """Reset the configured caches after a failed synchronous load of this child; return whose were reset."""
-        return [child.name for child in self.to_reset if child.index != index and child.reset_cache() is True]
+        reset = []
+        for child in self.to_reset:
+            try:
+                if child.index != index and child.reset_cache() is True:
+                    reset.append(child.name)
+            except Exception:  # vLLM has not asked for it, and must not end by it
+                log.exception("connector %r raised in reset_cache, by reset_after_failed_sync_load", child.name)
+        return reset
 
 
 def released_set(ended: Iterable[str], by_rank: Iterable[Sequence[str]], *, is_aggregated: bool) -> set[str]:

@@ -219,3 +219,16 @@ def test_failed_sync_load_names_the_caches_that_were_reset(a: Script, b: Script)
     announced.rig.run(4)
     assert announced.events[0] == [("sync_loads_failed", 1, ["two"])]
     assert ("load_ended", 0, "failed") in announced.events["r"]
+
+
+def test_cache_that_cannot_be_reset_does_not_end_the_engine(
+    a: Script, b: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    a.offers["r"] = [(2 * BLOCK, False), (0, False)]
+    b.raises["reset_cache"] = OSError("no store")
+    announced = Announced(a, b, kvobs={"names": ["one", "two"], "reset_after_failed_sync_load": ["two"]})
+    announced.rig.add("r", max_tokens=1)
+    a.bad_blocks[0] = {2}
+    announced.rig.run(4)
+    assert announced.events[0] == [("sync_loads_failed", 1, [])]
+    assert "connector 'two' raised in reset_cache" in caplog.text
