@@ -63,19 +63,22 @@ class Pauses:
         """Note the pauses of this process, and call ``look`` once a second, until it returns False."""
         libc = ctypes.PyDLL(None)  # one that keeps the GIL
         timer = libc.timerfd_create(CLOCK_MONOTONIC, os.O_CLOEXEC)
-        while look():
-            if self.collects not in gc.callbacks:  # at first, or after another engine of this process
-                gc.callbacks.append(self.collects)
-            self._looked_ns = looked_ns = perf_counter_ns()
-            self._delays.append((looked_ns, run_delay_ns(main_thread().native_id or 0)))
-            libc.timerfd_settime(timer, 0, _TIMES, None)
-            # Counted when the kernel wakes this thread: it may have to wait for the GIL after that.
-            if int.from_bytes(os.read(timer, 8), sys.byteorder) > 1:
-                self.note(looked_ns, perf_counter_ns())
-        os.close(timer)
-        self._looked_ns = 0
-        if self.collects in gc.callbacks:
-            gc.callbacks.remove(self.collects)
+        try:
+            while look():
+                if self.collects not in gc.callbacks:  # at first, or after another engine of this process
+                    gc.callbacks.append(self.collects)
+                self._looked_ns = looked_ns = perf_counter_ns()
+                self._delays.append((looked_ns, run_delay_ns(main_thread().native_id or 0)))
+                libc.timerfd_settime(timer, 0, _TIMES, None)
+                # Counted when the kernel wakes this thread: it may have to wait for the GIL after that.
+                if int.from_bytes(os.read(timer, 8), sys.byteorder) > 1:
+                    self.note(looked_ns, perf_counter_ns())
+        finally:  # also without a timer, where no file descriptor was left: else each slow call would wait for this
+            self._looked_ns = 0
+            if self.collects in gc.callbacks:
+                gc.callbacks.remove(self.collects)
+            if timer >= 0:
+                os.close(timer)
 
     def collects(self, phase: str, _: object) -> None:
         """Note a collection: a callback of Python's collector."""

@@ -78,6 +78,20 @@ def test_the_callback_is_there_once_and_goes_with_the_last_process_of_an_engine(
     assert len(mine._delays) > 1
 
 
+def test_no_call_waits_for_a_thread_that_an_error_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(file: int, size: int) -> bytes:
+        raise OSError(file, size)
+
+    mine = Pauses()
+    monkeypatch.setattr(os, "read", read)
+    with pytest.raises(OSError, match="8"):
+        mine.watch(lambda: True)
+    begin = time.perf_counter_ns()
+    assert mine.ran_ns(begin + 9 * pauses.LOOK_NS, 1) == 1
+    assert time.perf_counter_ns() - begin < 5 * 10**7
+    assert mine.collects not in gc.callbacks
+
+
 @pytest.mark.parametrize(
     ("begin", "spent", "waited"), [(4, 50, 0), (5, 50, 27), (9, 50, 27), (10, 50, 20), (10, 15, 15), (99, 50, 20)]
 )
