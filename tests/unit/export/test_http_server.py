@@ -1,5 +1,6 @@
 """Two pages and nothing else, whatever clients do."""
 
+import errno
 import gzip
 import json
 import os
@@ -257,6 +258,15 @@ def test_where_it_cannot_listen_is_an_os_error_with_a_reason(host: str, port: in
     with pytest.raises(OSError) as error:  # noqa: PT011 - the system's texts
         listen(host, port)
     assert error.value.strerror
+
+
+def test_without_ipv6_its_addresses_are_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(family: int, *_: object) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, f"no family {family}")
+
+    monkeypatch.setattr(socket, "socket", unsupported)
+    with pytest.raises(OSError, match="no family"):
+        listen("::1", 0)
 
 
 def test_an_address_is_loopback_or_open() -> None:
