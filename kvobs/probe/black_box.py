@@ -167,10 +167,12 @@ def _was_unwinding(error: BaseException) -> bool:
     while frame is not None:
         callers.add(frame)
         frame = frame.f_back
-    cause = error.__context__
-    while cause is not None:  # those that the connector has handled were not handled by a caller of the call
+    seen, cause = {id(error)}, error.__context__
+    while cause is not None and id(cause) not in seen:  # a connector's own exceptions may go round in a circle
+        # Those that the connector has handled were not handled by a caller of the call.
         if cause.__traceback__ is not None and cause.__traceback__.tb_frame in callers:
             return True
+        seen.add(id(cause))
         cause = cause.__context__
     return False
 

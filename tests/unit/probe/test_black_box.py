@@ -137,6 +137,17 @@ def test_the_connector_that_a_step_ends_with_is_not_blamed_for_an_exception_befo
     assert read()[0].raised() is None, "it has run another step"
 
 
+def test_exceptions_that_name_each_other_as_their_context_are_passed_on() -> None:
+    first, second = OSError("first"), OSError("second")
+    first.__context__, second.__context__ = second, first
+
+    def call() -> None:
+        raise first
+
+    with pytest.raises(OSError, match="first"):
+        Recorder(1).timed(0, "wait_for_save", call)()
+
+
 @pytest.mark.parametrize("mode", [0o777, None])
 def test_without_a_folder_calls_are_made(mode: int | None, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     if mode is None:
