@@ -9,7 +9,6 @@ Until there are steps with decodes only, the fixed cost counts as part of the pr
 reading the weights, however few its tokens are: the cost of prefills has a floor.
 """
 
-from collections import deque
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -115,28 +114,3 @@ class ComputeCost:
         """
         all_of_it, remaining = self.predict(tokens + rest, context), self.predict(rest, context + tokens)
         return None if all_of_it is None or remaining is None else max(0.0, all_of_it - remaining)
-
-
-class StepTimes:
-    """The steps in flight.
-
-    A step's time is that from the previous output, or from its own scheduling if that came later, to its output: an
-    idle engine's pause belongs to no step. With async scheduling and with pipeline parallelism, where the next step is
-    scheduled before an output comes, it is the time from output to output: the cost of one more step, not its latency.
-
-    Outputs come in the order of the steps. If one is lost, as by an exception in vLLM, the number of steps that can be
-    in flight, ``in_flight``, limits how long the others are assigned wrongly.
-    """
-
-    def __init__(self, in_flight: int) -> None:
-        # When each step in flight was scheduled, and its work; None if nothing is to be learned from it.
-        self.steps: deque[tuple[int, Work | None]] = deque(maxlen=max(1, in_flight))
-        self._last_ns = 0
-
-    def end(self, now_ns: int) -> tuple[int, Work] | None:
-        """Return the time in ns and the work of the step whose output has come; None if there is nothing to learn."""
-        last_ns, self._last_ns = self._last_ns, now_ns
-        if not self.steps:
-            return None
-        began_ns, work = self.steps.popleft()
-        return None if work is None else (now_ns - max(began_ns, last_ns), work)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvobs.clock import wall_ns
 from kvobs.faults import contain, contained
 from kvobs.probe.black_box import SINCE, STEPS
 from kvobs.state.events import Annotator, ObservedRequest, Params, WorkerObserver
@@ -67,7 +66,7 @@ class SchedulerTelemetry(Annotator):
         try:
             if self._recorders.tracer is not None:
                 trace = self._recorders.tracer.begin_step()
-            now_ns = wall_ns()
+            now_ns = perf_counter_ns()
             self._gains.step_begun(output, now_ns, loads=has_sync_loads)
             has_finished = bool(output.finished_req_ids)
             flush = self._flush_rule.decide(now_ns, has_forward=has_forward, has_finished=has_finished)

@@ -9,9 +9,9 @@ import pytest
 
 from kvobs import routing, telemetry
 from kvobs.export import totals
-from kvobs.telemetry import collector, transfers
+from kvobs.telemetry import collector, sides, transfers
 from kvobs.telemetry.payload import wire
-from kvobs.telemetry.transfers import open_transfers
+from kvobs.telemetry.transfers import gains, open_transfers
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.front import Front
 from tests.support.rig import child_config
@@ -40,8 +40,8 @@ class Clocked:
                 patch.setattr(module, "wall_ns", lambda: self.now_ns)
         patch.setattr(open_transfers, "WALL_OFFSET", 0)
         patch.setattr(collector, "EVERY_NS", STEP_S * S)  # each step flushes
-        for ages in (wire, totals):
-            patch.setattr(ages, "perf_counter_ns", lambda: self.now_ns)
+        for each in (gains, sides, totals, wire):
+            patch.setattr(each, "perf_counter_ns", lambda: self.now_ns)
         self.rig = self.make_rig("kvobs", connectors=connectors, kvobs=kvobs, **more)
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from kvobs.clock import wall_ns
 from kvobs.faults import contain, contained
-from kvobs.prediction import ComputeCost, StepTimes, Work
+from kvobs.prediction import ComputeCost, Work
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.events import ObservedRequest, Observer
@@ -52,7 +54,7 @@ class Gains(Observer):
         return len(self._resuming)
 
     def step_begun(self, output: SchedulerOutput, now_ns: int, *, loads: bool) -> None:
-        """Note a step that is scheduled. Nothing is learned from one that ``loads`` within it."""
+        """Note a step that is scheduled at a monotonic time. Nothing is learned from one that ``loads`` within it."""
         try:  # `contained` would cost a call more, twice a step
             self._times.steps.append((now_ns, None if loads else work_of(output)))
         except Exception:
@@ -61,7 +63,7 @@ class Gains(Observer):
     def step_ended(self) -> None:
         """Note the step whose output has come."""
         try:
-            if (ended := self._times.end(wall_ns())) is not None:
+            if (ended := self._times.end(perf_counter_ns())) is not None:
                 self._ended.append(ended)
                 if len(self._ended) >= self._learn_from:
                     self._learn()
@@ -119,6 +121,31 @@ class Gains(Observer):
         self._learn()
         saved_s = self._cost.saved(load.tokens - lost, load.local_tokens, load.rest_tokens + lost)
         return None if saved_s is None else int(saved_s * 1e9)
+
+
+class StepTimes:
+    """The steps in flight.
+
+    A step's time is that from the previous output, or from its own scheduling if that came later, to its output: an
+    idle engine's pause belongs to no step. With async scheduling and with pipeline parallelism, where the next step is
+    scheduled before an output comes, it is the time from output to output: the cost of one more step, not its latency.
+
+    Outputs come in the order of the steps. If one is lost, as by an exception in vLLM, the number of steps that can be
+    in flight, ``in_flight``, limits how long the others are assigned wrongly.
+    """
+
+    def __init__(self, in_flight: int) -> None:
+        # When each step in flight was scheduled, and its work; None if nothing is to be learned from it.
+        self.steps: deque[tuple[int, Work | None]] = deque(maxlen=max(1, in_flight))
+        self._last_ns = 0
+
+    def end(self, now_ns: int) -> tuple[int, Work] | None:
+        """Return the time in ns and the work of the step whose output has come; None if there is nothing to learn."""
+        last_ns, self._last_ns = self._last_ns, now_ns
+        if not self.steps:
+            return None
+        began_ns, work = self.steps.popleft()
+        return None if work is None else (now_ns - max(began_ns, last_ns), work)
 
 
 def work_of(output: SchedulerOutput) -> Work | None:

@@ -2,13 +2,13 @@
 
 import random
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvobs.prediction.compute_cost import ComputeCost, Errors, StepTimes
+from kvobs.prediction.compute_cost import ComputeCost, Errors
 
 BUDGET = 2048
 
@@ -204,32 +204,6 @@ def test_errors_add_up_in_either_direction() -> None:
     errors.note(1.0, 3.0)
     errors.note(3.0, 1.0)
     assert errors.take() == (4.0, 4.0)
-
-
-ONE, TWO, THREE = (1, 1, 0, 0), (2, 3, 0, 0), (0, 0, 3, 30)
-
-
-@pytest.mark.parametrize(
-    ("in_flight", "events", "ends"),
-    [
-        (1, [(100, ONE), 130, (1000, TWO), 1005], [(30, ONE), (5, TWO)]),
-        (2, [(100, ONE), (101, TWO), 130, (131, THREE), 140, 155], [(30, ONE), (10, TWO), (15, THREE)]),
-        (2, [(100, None), (101, ONE), 130, 140], [None, (10, ONE)]),
-        (1, [1, (5, ONE), 7], [None, (2, ONE)]),
-        (1, [(100, ONE), (200, TWO), 210, 220], [(10, TWO), None]),
-    ],
-    ids=["after a pause", "scheduled ahead", "nothing to learn", "an output without a step", "a lost output"],
-)
-def test_a_step_lasts_to_its_output(in_flight: int, events: list[Any], ends: list[Any]) -> None:
-    """A pair is a step that is scheduled, a number the time of an output."""
-    times, found = StepTimes(in_flight), []
-    for event in events:
-        if isinstance(event, int):
-            found.append(times.end(event))
-        else:
-            times.steps.append(event)
-    assert found == ends
-    assert not times.steps
 
 
 def test_predictions_are_those_that_the_constants_were_chosen_by() -> None:

@@ -11,7 +11,7 @@ from kvobs.schema import signals
 from kvobs.state.events import Observer
 from kvobs.state.transfers import NO_RESULT, Gain, Load
 from kvobs.telemetry.transfers import gains
-from kvobs.telemetry.transfers.gains import Gains, step_limits, work_of
+from kvobs.telemetry.transfers.gains import Gains, StepTimes, step_limits, work_of
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import request
 from tests.support.reports import took
@@ -28,7 +28,8 @@ class Engine(Observer):
         self.weighed: list[tuple[str, Gain]] = []
         self.recorder = Recorder(2)
         self.gains = Gains(self.recorder, self, 2048, 1)
-        patch.setattr(gains, "wall_ns", lambda: self.now_ns)
+        for clock in ("wall_ns", "perf_counter_ns"):
+            patch.setattr(gains, clock, lambda: self.now_ns)
         patch.setattr(gains, "work_of", lambda work: work)
 
     def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
@@ -220,3 +221,29 @@ def test_nothing_is_learned_from_an_encoders_input(a: Script) -> None:
     assert work_of(output) is not None
     output.scheduled_encoder_inputs = {"r": [0]}
     assert work_of(output) is None
+
+
+ONE, TWO, THREE = (1, 1, 0, 0), (2, 3, 0, 0), (0, 0, 3, 30)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "events", "ends"),
+    [
+        (1, [(100, ONE), 130, (1000, TWO), 1005], [(30, ONE), (5, TWO)]),
+        (2, [(100, ONE), (101, TWO), 130, (131, THREE), 140, 155], [(30, ONE), (10, TWO), (15, THREE)]),
+        (2, [(100, None), (101, ONE), 130, 140], [None, (10, ONE)]),
+        (1, [1, (5, ONE), 7], [None, (2, ONE)]),
+        (1, [(100, ONE), (200, TWO), 210, 220], [(10, TWO), None]),
+    ],
+    ids=["after a pause", "scheduled ahead", "nothing to learn", "an output without a step", "a lost output"],
+)
+def test_a_step_lasts_to_its_output(in_flight: int, events: list[Any], ends: list[Any]) -> None:
+    """A pair is a step that is scheduled, a number the time of an output."""
+    times, found = StepTimes(in_flight), []
+    for event in events:
+        if isinstance(event, int):
+            found.append(times.end(event))
+        else:
+            times.steps.append(event)
+    assert found == ends
+    assert not times.steps
