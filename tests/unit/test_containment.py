@@ -281,7 +281,6 @@ EXPOSED = {
     "telemetry.payload.stats:MultiKVConnectorStats.is_empty": FRONT,
     "telemetry.payload.stats:StatsParts.of": "only looks for an entry: rebuilding it is a seam",
     "telemetry.payload.stats:_attempt": FRONT,
-    "telemetry.tracing.journal:Journal.has_urgent": "looks whether a list is empty",
     **dict.fromkeys(
         [
             *(f"telemetry.sides:SchedulerTelemetry.{name}" for name in ("close", "collect", "of_client", "of_load")),

@@ -20,6 +20,8 @@ class Journal:
     """
 
     def __init__(self) -> None:
+        self.has_urgent = False
+        """Whether there are slow or failed spans."""
         self._urgent: list[Group] = []
         self._ordinary: list[Group] = []
         self._size = 0
@@ -35,10 +37,6 @@ class Journal:
     def is_half_full(self) -> bool:
         return 2 * self._size >= AT_MOST
 
-    @property
-    def has_urgent(self) -> bool:
-        return bool(self._urgent)
-
     def add(self, group: Sequence[Record]) -> None:
         """Keep a group until the next flush; slow and failed groups displace others."""
         is_urgent = any(record.is_urgent for record in group)
@@ -52,6 +50,7 @@ class Journal:
                 self._counts[_DROPPED] += len(group)
                 return
             (self._urgent if is_urgent else self._ordinary).append(list(group))
+            self.has_urgent |= is_urgent
             self._size += len(group)
 
     def drop(self, n: int = 1) -> None:
@@ -69,4 +68,5 @@ class Journal:
         with self._lock:
             groups, counts = [*self._urgent, *self._ordinary], self._counts
             self._urgent, self._ordinary, self._size, self._counts = [], [], 0, Counter()
+            self.has_urgent = False
         return groups, counts
