@@ -34,11 +34,9 @@ from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import InProgress
-from kvobs.telemetry.collector import Collector
-from kvobs.telemetry.observers import Composed
 from kvobs.telemetry.payload.stats import StatsParts, class_path
 from kvobs.telemetry.recorders import Recorders
-from kvobs.telemetry.sides import SchedulerTelemetry, WorkerTelemetry
+from kvobs.telemetry.sides import Collector, Composed, SchedulerTelemetry, WorkerTelemetry
 from kvobs.telemetry.tracing import sampling
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.telemetry.transfers.gains import Gains, step_limits

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvobs.demo.server import claim_port
 from kvobs.probe.layer_calls import ARGUMENTS
-from kvobs.telemetry.collector import EVERY_NS, FlushRule
+from kvobs.telemetry.sides import EVERY_NS, FlushRule
 from kvobs.testing import BLOCK, Rig
 from kvobs.vllm_api.hooks import HOOKS
 from tests.bench.calls import CHILDREN, PURE, BusyChild, entries, probe_of, slowness

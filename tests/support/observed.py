@@ -9,7 +9,7 @@ import pytest
 
 from kvobs import routing, telemetry
 from kvobs.export import totals
-from kvobs.telemetry import collector, sides, transfers
+from kvobs.telemetry import sides, transfers
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.transfers import gains, open_transfers
 from kvobs.testing import BLOCK, Rig, Script
@@ -39,7 +39,7 @@ class Clocked:
             if hasattr(module, "wall_ns"):
                 patch.setattr(module, "wall_ns", lambda: self.now_ns)
         patch.setattr(open_transfers, "WALL_OFFSET", 0)
-        patch.setattr(collector, "EVERY_NS", STEP_S * S)  # each step flushes
+        patch.setattr(sides, "EVERY_NS", STEP_S * S)  # each step flushes
         for each in (gains, sides, totals, wire):
             patch.setattr(each, "perf_counter_ns", lambda: self.now_ns)
         self.rig = self.make_rig("kvobs", connectors=connectors, kvobs=kvobs, **more)

@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 import kvobs
 from kvobs.probe.black_box import BlackBox
 from kvobs.schema.signals import TIMED
-from kvobs.telemetry.collector import Collector
 from kvobs.telemetry.requests.request_log import RequestLog
+from kvobs.telemetry.sides import Collector
 from kvobs.testing import Rig, Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Side

@@ -35,7 +35,7 @@ AT_START = {
     *(f"export.prometheus:MultiKVConnectorPromMetrics.{name}" for name in ("_define_own", "_make_cutter"))
 }  # fmt: skip
 """Seams that are passed once, while the objects are made."""
-IN_ENGINE = {"telemetry.collector:divert", *(f"export.feed:Feed.{name}" for name in ("_add", "_run", "_say_goodbye"))}
+IN_ENGINE = {"telemetry.sides:divert", *(f"export.feed:Feed.{name}" for name in ("_add", "_run", "_say_goodbye"))}
 """Seams that are passed in EngineCore with the exporter only; those of its own process can't reach an engine."""
 OPTIONS: dict[str, Any] = {
     "report": True, "load_policy": "longest", "level": "calls", "tracing": {"propagate": True}, "slow_call_ms": 1e-6,
@@ -276,7 +276,7 @@ EXPOSED = {
     "telemetry.tracing.trace_context:activated.<locals>.active": "sets what a seam has made",
     "export.prometheus:MultiKVConnectorPromMetrics.observe": FRONT,
     "telemetry.payload.kvobs_stats:KvobsStats.is_empty": "within _attempt, which contains what connectors' stats raise",
-    "telemetry.collector:Collector.collect": FRONT,
+    "telemetry.sides:Collector.collect": FRONT,
     "telemetry.payload.stats:MultiKVConnectorStats.aggregate": FRONT,
     "telemetry.payload.stats:MultiKVConnectorStats.is_empty": FRONT,
     "telemetry.payload.stats:StatsParts.of": "only looks for an entry: rebuilding it is a seam",

@@ -16,7 +16,7 @@ from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
 from kvobs.state.transfers import Gain, Load, LookupResult, Save, WrongBlocks
-from kvobs.telemetry.observers import Composed
+from kvobs.telemetry.sides import Composed
 from kvobs.telemetry.tracing import trace_context
 from kvobs.telemetry.tracing.journal import Journal
 from kvobs.telemetry.tracing.request_spans import Trace

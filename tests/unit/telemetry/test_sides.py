@@ -1,5 +1,9 @@
-"""The connectors' stats travel in every step, kvobs's numbers every two seconds of work, and nothing is left behind."""
+"""Each event reaches the observers that record it, and an error no one else; stats travel in every step.
 
+kvobs's own numbers do every two seconds of work, and nothing is left behind.
+"""
+
+import inspect
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -9,17 +13,71 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvobs import faults
 from kvobs.probe.increments import Increments
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import CHILD_WIDTH, LOOKUPS, PROCESS_WIDTH, slot
-from kvobs.telemetry.collector import EVERY_NS, SOON_NS, Collector, FlushRule, divert
+from kvobs.state.events import EVENTS, Observer
 from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, class_path, has_content
+from kvobs.telemetry.sides import EVERY_NS, SOON_NS, Collector, Composed, FlushRule, divert
 from kvobs.telemetry.tracing.journal import AT_MOST, Journal
 from tests.support.contexts import record
 
 HIT = PROCESS_WIDTH + slot(LOOKUPS, "hit")
+
+# Events
+
+
+class Noting(Observer):
+    """Notes each event under its own name."""
+
+    def __init__(self, name: str, noted: list[Any]) -> None:
+        for event in EVENTS:
+            setattr(self, event, lambda *args, event=event, **more: noted.append((name, event, args, more)))
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_event_reaches_each_observer_as_it_was_announced(event: str) -> None:
+    noted: list[Any] = []
+    composed = Composed([Noting("one", noted), None, Noting("two", noted)])
+    parameters = list(inspect.signature(getattr(Observer, event)).parameters.values())[1:]
+    args = tuple(object() for each in parameters if each.kind is not each.KEYWORD_ONLY)
+    more = {each.name: object() for each in parameters if each.kind is each.KEYWORD_ONLY}
+    getattr(composed, event)(*args, **more)
+    assert noted == [(name, event, args, more) for name in ("one", "two")]
+
+
+class OfLookups(Observer):
+    def looked_up(self, request: Any, began_ns: int, ended_ns: int) -> None: ...
+
+
+def test_lookups_are_timed_only_where_an_observer_records_them() -> None:
+    """vLLM repeats them in each step, for each request that waits."""
+    assert not Composed([Observer(), Observer()]).wants_lookups
+    assert Composed([Observer(), OfLookups()]).wants_lookups
+
+
+def test_an_observer_that_records_an_event_costs_the_others_nothing() -> None:
+    composed = Composed([OfLookups()])
+    assert [event for event in EVENTS if event in vars(composed)] == ["looked_up"]
+
+
+class Broken(Observer):
+    def quarantined(self, child: int) -> None:
+        raise LookupError(child)
+
+
+@pytest.mark.usefixtures("in_production")
+def test_an_error_in_an_observer_is_counted_and_the_others_get_the_event() -> None:
+    noted: list[Any] = []
+    Composed([Broken(), Noting("one", noted)]).quarantined(1)
+    assert noted == [("one", "quarantined", (1,), {})]
+    assert faults.take() == {"record": 1}
+
+
+# The stats of a process
 
 
 def numbers_of(stats: MultiKVConnectorStats) -> dict[int, int]:
@@ -52,7 +110,7 @@ def test_childrens_stats_are_handed_on_in_every_step_and_kvobss_own_numbers_when
     stats: Any = collects.collect(is_due=False)
     assert stats["c0"].data == {"n": 1}
     assert not has_content(stats)
-    assert stats["kvobs"].data["children"] == dict.fromkeys(("c0", "c1"), "tests.unit.telemetry.test_collector:Telling")
+    assert stats["kvobs"].data["children"] == dict.fromkeys(("c0", "c1"), "tests.unit.telemetry.test_sides:Telling")
     stats = collects.collect(is_due=True)
     assert has_content(stats)
     assert list(stats.data) == ["kvobs"]
