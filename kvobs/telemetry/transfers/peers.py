@@ -10,6 +10,7 @@ from kvobs.schema import spans
 from kvobs.schema.signals import OTHER_VALUE, PEER_LOAD_SECONDS, PEER_LOADS
 from kvobs.state.events import ObservedRequest, Observer
 from kvobs.state.transfers import Load, LookupResult
+from kvobs.telemetry.payload.wire import LABEL
 from kvobs.telemetry.tracing.trace_context import remote_of
 
 PEERS_AT_MOST = 32  # the first ones; later ones are counted together
@@ -49,9 +50,14 @@ class Peers(Observer):
 
 
 def peer_of(params: Any) -> str | None:
-    """Return the host, with its port, of the engine that ``kv_transfer_params`` say to read from; else its id."""
+    """Return the host, with its port, of the engine that ``kv_transfer_params`` say to read from; else its id.
+
+    A client chooses these: what is too long for a label is cut.
+    """
     remote = remote_of(params)
-    if (host := remote.get(spans.REMOTE_HOST)) is None:
-        return remote.get(spans.REMOTE_ENGINE)
-    port = params.get("remote_port")
-    return f"{host}:{port}" if isinstance(port, int) else host
+    peer = remote.get(spans.REMOTE_HOST)
+    if peer is None:
+        peer = remote.get(spans.REMOTE_ENGINE)
+    elif isinstance(port := params.get("remote_port"), int):
+        peer = f"{peer}:{port}"
+    return peer[:LABEL] if peer is not None else None

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from kvobs.probe.increments import Increments
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import OTHER_VALUE, PEER_LOAD_SECONDS, PEER_LOADS
 from kvobs.state.transfers import NO_RESULT, Load
+from kvobs.telemetry.payload import wire
 from kvobs.telemetry.transfers.peers import PEERS_AT_MOST, Peers, peer_of
 
 NIXL, CPU = 0, 1
@@ -34,9 +36,12 @@ class Observed:
         load = Load(NIXL, 64, True, 1, failed_on={0} if failed else set(), aborted=True)
         self.peers.aborted(request, load, by_error=by_error)
 
+    def take(self) -> Increments:
+        return self._recorder.take()
+
     @property
     def counted(self) -> dict[tuple[Any, ...], int]:
-        return {tuple(key): n for *key, n in self._recorder.take().opened}
+        return {tuple(key): n for *key, n in self.take().opened}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,16 @@ class Observed:
 def test_a_peer_is_named_by_its_host_and_port_or_by_its_id(changed: dict[str, Any], peer: str | None) -> None:
     assert peer_of(PARAMS | changed) == peer
     assert peer_of(None) is peer_of(["do_remote_prefill"]) is None
+
+
+@pytest.mark.parametrize("long", [{"remote_host": "h" * 300}, {"remote_host": None, "remote_engine_id": "e" * 300}])
+def test_a_peer_whose_name_is_long_costs_no_other_number(long: dict[str, Any]) -> None:
+    """A client chooses it, and a payload with a label that is too long is refused as a whole."""
+    observed = Observed()
+    observed.allocate("r", PARAMS | long)
+    observed.end("r", failed=True)
+    taken = observed.take()
+    assert wire.read(wire.message(taken)).opened == taken.opened != []
 
 
 def test_each_load_is_counted_once_with_its_outcome() -> None:
