@@ -134,7 +134,10 @@ def _by_class(data: Mapping[str, KVConnectorStats]) -> dict[str, KVConnectorStat
             continue
         class_name = paths.get(name, name).rpartition(":")[2].rpartition(".")[2]
         mine = by_class.get(class_name)
-        by_class[class_name] = copy.deepcopy(stats) if mine is None else _merged(class_name, mine, stats)
+        try:
+            by_class[class_name] = copy.deepcopy(stats) if mine is None else _merged(class_name, mine, stats)
+        except Exception:
+            faults.contain("merge")
     return by_class
 
 

@@ -209,3 +209,16 @@ def test_for_vllms_rust_front_end_stats_have_the_keys_of_vllms_class(monkeypatch
     assert sent.to_dict() == stock.MultiKVConnectorStats(data=theirs).to_dict()
     assert sent.to_dict() == sent.to_dict(), "nothing is added up twice"
     assert data["one"].data == {"n": 1}
+
+
+class NotCopied(Stats):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("cannot pickle a lock")
+
+
+@pytest.mark.usefixtures("in_production")
+def test_stats_that_vllms_rust_front_end_cannot_get_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "_is_for_rust", lambda: True)
+    data: dict[str, KVConnectorStats] = {"one": NotCopied(data={"n": 1}), "two": Stats(data={"n": 2})}
+    assert MultiKVConnectorStats(data=data).to_dict() == {"two": {"n": 2}}
+    assert faults.take() == {"merge": 1}
