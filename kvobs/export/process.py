@@ -287,5 +287,7 @@ def first_lines(channel: socket.socket) -> tuple[EngineInfo, bytes]:
 
 def _let_go_of_stderr() -> None:
     """Close the engine's stderr, so that its reader sees EOF when the engine exits."""
+    if sys.stderr is None:  # the engine had none
+        return
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), sys.stderr.fileno())

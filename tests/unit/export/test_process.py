@@ -352,3 +352,8 @@ def test_process_closes_the_engines_files_and_logs_in_its_format(
     made_of.args[0].close()
     assert made_of.args[1:] == (engine(),)
     exporter.return_value.run.assert_called_once_with(b"{}\n{}\n{")
+
+
+def test_an_engine_without_stderr_is_served_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)  # as Python has it where the file was closed: 2>&-
+    process._let_go_of_stderr()
