@@ -124,13 +124,6 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             noted.failed = True
             noted.arrived.update(range(noted.load[2]))
 
-    @rule(request=requests)
-    def read_a_failure_again(self, request: str) -> None:
-        """Let vLLM read the failure of an earlier load while this one is open."""
-        noted = self.noted.get(request)
-        if noted is None or not (noted.failed and _in(noted)):
-            self.ledger.echoed(request)
-
     @rule(request=requests, child=children, rank=ranks)
     def report_sync(self, request: str, child: int, rank: int) -> None:
         assert self.ledger.record(report(ReportKind.SYNC_DONE, request, child, rank)) is None
@@ -224,13 +217,10 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         noted.done = {c for c, n in promises.items() if len(noted.saved.get(c, ())) >= n}
         assert set(finished.early) == noted.done
 
-    @rule(withdraws=st.none() | st.tuples(requests, children))
-    def settle(self, withdraws: tuple[str, int] | None = None) -> None:
+    @rule(withdraws=st.none() | st.tuples(requests, children), reads=st.none() | requests)
+    def settle(self, withdraws: tuple[str, int] | None = None, reads: str | None = None) -> None:
         """Do what the scheduler's side does with each step's output, and compare with the model."""
-        for request, noted in self.noted.items():
-            if noted.echo == "ordered":
-                noted.echo = "done"
-                self.ledger.echoed(request)
+        self._read_failures(reads)
         received: set[str] = set()
         sent: set[str] = set()
         loads, saves = self.ledger.take_loads_in(), self.ledger.take_saves_in()
@@ -261,6 +251,16 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         assert set(echoes) == {r for r, t in self.noted.items() if t.failed and t.echo == "none" and _in(t)}
         for request in echoes:
             self.noted[request].echo = "ordered"
+
+    def _read_failures(self, reads: str | None) -> None:
+        """Let vLLM read those ordered, and one that has not been yet, or is of an earlier load."""
+        for request, noted in self.noted.items():
+            is_known = noted.failed and _in(noted)
+            if request == reads and not is_known:
+                self.ledger.echoed(request)
+            if noted.echo == "ordered" or (request == reads and is_known and noted.echo == "none"):
+                noted.echo = "done"
+                self.ledger.echoed(request)
 
     def _close_load(self, request: str) -> bool:
         """Close a load that is in; return whether vLLM goes on with its request."""
