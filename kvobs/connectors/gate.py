@@ -1,4 +1,4 @@
-"""Contain the exceptions of calls into a best-effort connector, and detect calls that take too long."""
+"""Contain the exceptions and malformed answers of a best-effort connector, and detect calls that take too long."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +25,25 @@ NOTHING: dict[str, Callable[[], Any]] = {
     "reset_cache": lambda: False,
 }
 
+
+def _read_lookup(answer: Any) -> object:
+    tokens, _ = answer
+    return tokens is None or tokens > 0
+
+
+def _read_pair(answer: Any) -> object:
+    first, second = answer
+    return first, second
+
+
+READ: dict[str, Callable[[Any], object]] = {
+    "get_num_new_matched_tokens": _read_lookup,
+    "request_finished": _read_pair,
+    "request_finished_all_groups": _read_pair,
+    "get_finished": _read_pair,
+}
+"""Read an answer as the router will, whose exceptions nobody contains."""
+
 AT_ANY_TIME = frozenset({"reset_cache", "shutdown", "get_finished_count"})
 
 
@@ -37,8 +56,9 @@ class Gate:
     """Guards the calls into one isolated connector, in one process; ``nothing`` is more of ``NOTHING``.
 
     The calling side sets the rest. ``closed``: hooks that are currently not called. ``on_failure`` gets the hook, the
-    arguments and the error of a call that raised; ``on_slow`` the hook and the duration, without the process's pauses,
-    of a call longer than ``slow_ns``. ``began``: whether ``start_load_kv`` succeeded since this was set to False.
+    arguments and the error of a call that raised, or whose answer can't be read; ``on_slow`` the hook and the duration,
+    without the process's pauses, of a call longer than ``slow_ns``. ``began``: whether ``start_load_kv`` succeeded
+    since this was set to False.
     """
 
     def __init__(self, child: int, recorder: Recorder, **nothing: Callable[[], Any]) -> None:
@@ -53,7 +73,7 @@ class Gate:
 
     def guard(self, hook: str, call: Call) -> Call:
         """Return ``call`` with its exceptions contained; the call counts its own errors."""
-        nothing = self._nothing.get(hook, _none)
+        nothing, read = self._nothing.get(hook, _none), READ.get(hook, _none)
         begins = hook == "start_load_kv"
         ran_ns = self._recorder.pauses.ran_ns
         can_be_slow = HOOKS[hook].cadence in (Cadence.REQUEST, Cadence.STEP)
@@ -64,6 +84,7 @@ class Gate:
             start = perf_counter_ns()
             try:
                 answer = call(*args, **kwargs)
+                read(answer)
             except Exception as error:
                 if self.on_failure is not None:
                     self.on_failure(hook, args, error)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvobs.connectors.gate import AT_ANY_TIME, NOTHING, Gate, ends_for_good
+from kvobs.connectors.gate import AT_ANY_TIME, NOTHING, READ, Gate, ends_for_good
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.vllm_api import versions
@@ -25,7 +25,7 @@ def raising(*_args: Any, **_kwargs: Any) -> None:
 
 
 def test_the_tables_name_hooks() -> None:
-    assert {*NOTHING, *AT_ANY_TIME} <= set(HOOKS)
+    assert {*NOTHING, *READ, *AT_ANY_TIME} <= set(HOOKS)
 
 
 @pytest.mark.parametrize("hook", NOTHING)
@@ -38,17 +38,31 @@ def test_nothing_has_no_part_that_is_something(hook: str) -> None:
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_answer_passes_and_an_exception_does_not(hook: str) -> None:
     made, failures = gate()
-    assert made.guard(hook, lambda *args, **kwargs: (args, kwargs))(1, two=2) == ((1,), {"two": 2})
+    assert made.guard(hook, lambda *args, **kwargs: (*args, kwargs))(1, two=2) == (1, {"two": 2})
     assert made.guard(hook, raising)("r") == (NOTHING[hook]() if hook in NOTHING else None)
     ((where, args, error),) = failures
     assert (where, args, type(error)) == (hook, ("r",), OSError)
+
+
+@pytest.mark.parametrize("hook", READ)
+@pytest.mark.parametrize("answer", [None, 3, (1,), (1, True, 2), ("many", True)])
+def test_an_answer_that_the_router_cannot_read_is_a_failure(hook: str, answer: object) -> None:
+    made, failures = gate()
+    is_read = isinstance(answer, tuple) and len(answer) == 2 and hook != "get_num_new_matched_tokens"
+    assert made.guard(hook, lambda *_: answer)("r") == (answer if is_read else NOTHING[hook]())
+    assert [where for where, *_ in failures] == [hook] * (not is_read)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_only_closed_hooks_are_not_called_and_that_is_no_failure(hook: str) -> None:
     made, failures = gate()
     calls: list[Any] = []
-    guarded = made.guard(hook, calls.append)
+
+    def called(argument: str) -> tuple[None, None]:
+        calls.append(argument)
+        return None, None
+
+    guarded = made.guard(hook, called)
     made.closed = frozenset(HOOKS) - {hook}
     guarded("r")
     assert calls == ["r"]
@@ -69,14 +83,14 @@ def test_a_call_within_a_step_that_takes_long_is_reported_once_it_is_over(
     slow: list[tuple[str, int]] = []
     made.slow_ns, made.on_slow = 1000, lambda *call: slow.append(call)
 
-    def takes(ns: int) -> str:
+    def takes(ns: int) -> tuple[int, bool]:
         now[0] += ns
-        return "answer"
+        return 3, True
 
     guarded = made.guard(hook, takes)
-    assert guarded(1000) == "answer"
+    assert guarded(1000) == (3, True)
     assert slow == []
-    assert guarded(1001) == "answer", "it counts all the same"
+    assert guarded(1001) == (3, True), "it counts all the same"
     assert slow == ([(hook, 1001)] if hook in IN_STEP else [])
     assert failures == []
 
