@@ -11,6 +11,7 @@ from typing import Any
 
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import Server, ServerError
+from kvobs.schema import signals
 from tests.connectors.packages import importing
 from tests.connectors.servers import stores
 from tests.connectors.servers.stores import Store, running
@@ -97,10 +98,10 @@ def with_packages(*packages: str) -> dict[str, str]:
 
 def is_idle(server: Server) -> bool:
     """Say whether nothing is open any more: no request, no block, no transfer."""
-    samples: dict[str, float] = {}
+    samples = {signals.IN_FLIGHT.name: 0.0}  # it has no series where nothing was open at a flush
     for sample in server.metrics():
         samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
-    open_ones = ("vllm:num_requests_running", "vllm:num_requests_waiting", "kvobs_in_flight")
+    open_ones = ("vllm:num_requests_running", "vllm:num_requests_waiting", signals.IN_FLIGHT.name)
     return not any(samples[name] for name in open_ones)
 
 
