@@ -85,7 +85,7 @@ def _end(values: Values) -> str:
 
 
 def parse(text: str) -> dict[Series, float]:
-    """Return kvobs's metrics in the text of /metrics, without what is no number; ValueError for a malformed line."""
+    """Return the finite values of kvobs's metrics in the text of /metrics; ValueError for a malformed line."""
     return _parse(text, lambda name: name.startswith(PREFIX) and name != _CALL_BUCKETS)
 
 

@@ -258,7 +258,7 @@ class Progress:
     def __init__(self, console: Console, name: str) -> None:
         self.console, self.name, self.begin = console, name, time.monotonic()
         self.last, self.next_s = "", self.EVERY_S
-        self.status = console.status(name)  # shows nothing where there is no terminal
+        self.status = console.status(name)  # prints no line to a pipe or a file
 
     def __enter__(self) -> Self:
         self.status.start()

@@ -208,7 +208,7 @@ def listen(host: str, port: int) -> socket.socket:
     if port >= 1 << 16:  # of an engine far down a data-parallel group
         raise OSError(errno.EINVAL, f"port {port} is above 65535, the highest")
     family, address = _resolve(host, port)
-    # Without IPv6 in the kernel a name may still have an address of it, and asking for both is no OSError.
+    # A name may resolve to an IPv6 address where the kernel has no IPv6: dualstack_ipv6 raises ValueError.
     is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     return socket.create_server((address, port), family=family, backlog=PLACES, dualstack_ipv6=is_dual)
 
