@@ -120,13 +120,6 @@ DEVIATIONS: tuple[Deviation, ...] = (
         test="tests/unit/routing/test_stock_faults.py::test_w12_an_accepted_partial_tail_is_a_promise",
     ),
     Deviation(
-        name="bad-blocks-of-the-owner-only",
-        hooks=("update_connector_output",),
-        differs="Bad blocks within another connector's load are removed from the output; all others are passed on.",
-        why="vLLM's own class passes them on, and that load is recomputed or fails.",
-        test="tests/unit/routing/test_stock_faults.py::test_w16_block_errors_of_a_child_that_owns_no_load_have_no_effect",
-    ),
-    Deviation(
         name="bad-blocks-fail-the-load",
         hooks=("update_connector_output",),
         differs="With several KV cache groups, bad blocks of an asynchronous load are reported as a failed load.",

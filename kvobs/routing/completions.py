@@ -24,7 +24,7 @@ from kvobs.routing.visibility import Visibility
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import ReportKind, Stray
+from kvobs.state.transfers import Load, ReportKind, Stray
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Completions:
 
     def take_in(self, output: KVConnectorOutput) -> None:
         """Process the output of a step, and rewrite it."""
-        meta, failed_syncs = output.kv_connector_worker_meta, {}
+        meta, failed_syncs = output.kv_connector_worker_meta, dict[int, list[Load]]()
         loads: list[str] = []
         sent: set[str] = set()
         if meta is not None or failed_loads(output) or self.early or self.ledger.has_ended:  # as in few steps
@@ -208,7 +208,7 @@ class Completions:
         output.finished_recving = self.ledger.take_received() or None
         output.finished_sending = in_order_of(sent, self.ledger.take_sent()) or None
         for index, requests in failed_syncs.items():
-            self.observer.sync_loads_failed(index, len(requests), self._reset_siblings(index))
+            self.observer.sync_loads_failed(index, requests, self._reset_siblings(index))
 
     def _sent(self, meta: MultiKVConnectorWorkerMetadata | None, *, is_aggregated: bool) -> set[str]:
         """Return the requests whose promised saves are complete, as vLLM would have them."""
@@ -224,9 +224,9 @@ class Completions:
                 requests[request] = None
         return released_set(ended, map(list, by_rank.values()), is_aggregated=is_aggregated)
 
-    def _record(self, meta: MultiKVConnectorWorkerMetadata, bad_blocks: set[int]) -> dict[int, set[str]]:
-        """Process the reports; return the requests whose synchronous load failed, by child."""
-        failed_syncs: dict[int, set[str]] = {}
+    def _record(self, meta: MultiKVConnectorWorkerMetadata, bad_blocks: set[int]) -> dict[int, list[Load]]:
+        """Process the reports; return the synchronous loads that failed, by child."""
+        failed_syncs: dict[str, None] = {}
         self.isolation.record_failures(meta.broken)
         now_ns = wall_ns()
         if meta.notes:
@@ -237,8 +237,11 @@ class Completions:
             if report.kind in (ReportKind.HOLED, ReportKind.SYNC_FAILED):
                 self._note_loss(report.request, bad_blocks)
             if report.kind is ReportKind.SYNC_FAILED:
-                failed_syncs.setdefault(report.child, set()).add(report.request)
-        return failed_syncs
+                failed_syncs[report.request] = None
+        by_child: dict[int, list[Load]] = {}
+        for load in filter(None, map(self.ledger.load, failed_syncs)):
+            by_child.setdefault(load.child, []).append(load)
+        return by_child
 
     @contained("record")
     def _note_loss(self, request_id: str, bad_blocks: set[int]) -> None:

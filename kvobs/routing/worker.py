@@ -85,6 +85,7 @@ class WorkerSide:
         self._began: dict[tuple[int, str], int] = {}  # (child, request) -> when this rank got the order
         self._reports: list[Report] = []
         self._failed_syncs: set[str] = set()
+        self._bad_blocks: set[int] = set()  # of these, which are reported by request
         self._unknown: dict[str, list[Any]] = {}  # further fields of the children's results
         preempting, with_events = "handle_preemptions", "get_kv_connector_kv_cache_events"
         self._handling_preemptions = [child for child in self.children if preempting in child.implemented]
@@ -162,6 +163,8 @@ class WorkerSide:
                 received |= owned
                 failed |= bad & owned
                 self._report(child, ReportKind.FAILED, bad)
+                if bad:
+                    self._note_bad_syncs(child, bad)
                 self._report(child, ReportKind.RECEIVED, results.finished_recving - bad)
                 self._report(child, ReportKind.SAVED, results.finished_sending)
         # Failures found by the scheduler's side: every rank reports them in the same step.
@@ -181,6 +184,21 @@ class WorkerSide:
                 first.add(request)
         self._returned |= first
         return first
+
+    def _note_bad_syncs(self, child: Child, failed: set[str]) -> None:
+        """Note the blocks of the step's synchronous loads that another connector reports as failed.
+
+        vLLM reads a failed load of a request that waits only. The connector may have written into these blocks.
+        """
+        for request in failed:
+            load = self._loads.get(request)
+            if load is not None and load.child != child.index and self._is_sync(request, load):
+                self._failed_syncs.add(request)
+                self._bad_blocks |= {block for group in load.blocks for block in group}
+
+    def _is_sync(self, request: str, load: LoadOrder) -> bool:
+        """Return whether a load is synchronous, and of this step."""
+        return not load.is_async and request in self._orders.loads
 
     def _finished_for(self, child: Child, finished: set[str]) -> set[str]:
         """Return the finished requests for a child, without those hidden from it."""
@@ -207,12 +225,12 @@ class WorkerSide:
         return None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the bad blocks that vLLM can map to a request: those of loads that the reporting child owns.
+        """Return the bad blocks that the connectors report, whoever loads them.
 
-        With several KV cache groups a block id does not identify its request: the whole async load is reported as
-        failed instead. For a failed synchronous load this is not possible; vLLM logs that itself.
+        With several KV cache groups a block id does not identify its request: an asynchronous load with such a block is
+        reported as failed instead. For all others this is not possible, and vLLM raises.
         """
-        passed_on: set[int] = set()
+        passed_on, self._bad_blocks = self._bad_blocks, set()
         for child in self.children:
             bad = child.get_block_ids_with_load_errors()
             if bad:
@@ -224,40 +242,32 @@ class WorkerSide:
         return passed_on
 
     def _attribute(self, child: Child, bad: set[int]) -> set[int]:
-        """Return a child's bad blocks to pass on to vLLM: all except those of another child's load.
+        """Report the loads that a connector's bad blocks belong to; return the blocks to pass on to vLLM.
 
-        Blocks of no known load are passed on too: a request must not continue with blocks that were never loaded.
+        Connectors may load what they were not chosen for, and break another one's load: a request must not continue
+        with such blocks, nor with blocks of no known load.
         """
-        passed_on: set[int] = set()
-        of_its_loads: set[int] = set()
-        stray: set[int] = set()
+        passed_on, known = set[int](), set[int]()
         for request, load in self._loads.items():
             hit = {block for group in load.blocks for block in group if block in bad}
             if not hit:
                 continue
-            if load.child != child.index:
-                stray |= hit
-                continue
-            of_its_loads |= hit
-            if not load.is_async:
-                self._failed_syncs.add(request)
-            elif self.ids_are_unique or KVConnectorTransferResults is None:
-                self._report(child, ReportKind.HOLED, (request,))
-            else:
+            known |= hit
+            if load.is_async and not (self.ids_are_unique or KVConnectorTransferResults is None):
                 self._report(child, ReportKind.SPOILED, (request,))
                 continue
             passed_on |= hit
-        if unknown := bad - of_its_loads - stray:
-            self._warn(child, "no open load", unknown, "passed on to vLLM" if self.ids_are_unique else "ignored")
-            passed_on |= unknown if self.ids_are_unique else set()
-        if stray - of_its_loads:
-            self._warn(child, "another connector's load", stray - of_its_loads, "ignored")
+            if is_sync := self._is_sync(request, load):
+                self._failed_syncs.add(request)
+            if load.is_async or (is_sync and load.child != child.index):
+                self._report(child, ReportKind.HOLED, (request,))
+        if unknown := bad - known:
+            may_raise = self.ids_are_unique or child.gate is None  # vLLM, with several KV cache groups
+            outcome = "passed on to vLLM" if may_raise else "ignored, since vLLM would end the engine"
+            text = "connector %r reported load errors of blocks of no open load (such as %s); %s"
+            once(f"blocks:{child.name}", logging.WARNING, text, child.name, sorted(unknown)[:4], outcome)
+            passed_on |= unknown if may_raise else set()
         return passed_on
-
-    def _warn(self, child: Child, which: str, blocks: set[int], outcome: str) -> None:
-        text = "connector %r reported load errors of blocks of %s (such as %s); %s"
-        some = sorted(blocks)[:4]
-        once(f"blocks:{child.name}:{outcome}", logging.WARNING, text, child.name, which, some, outcome)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Measure the waits of the step, whose layers are done, and return the stats."""

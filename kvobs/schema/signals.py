@@ -275,8 +275,9 @@ STUCK_TRANSFERS = Signal(
 )
 STRAY_REPORTS = Signal(
     "kvobs_stray_reports_total",
-    "Reports about a load or save that the connector does not own; they are ignored.",
-    {"kind": ("load", "failure", "save")},
+    "Reports about a load or save that the connector does not own. An end is ignored; a failure, or bad blocks, count "
+    "for the load that is open.",
+    {"kind": ("load", "failure", "save", "blocks")},
 )
 VERIFIED_BLOCKS = Signal(
     "kvobs_verified_blocks_total",

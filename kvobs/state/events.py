@@ -74,7 +74,7 @@ class Observer:
         For an async load this is called when its request is scheduled again, which may never happen.
         """
 
-    def sync_loads_failed(self, child: int, loads: int, reset: Sequence[str]) -> None:
+    def sync_loads_failed(self, child: int, loads: Sequence[Load], reset: Sequence[str]) -> None:
         """Receive the failed synchronous loads of a step, and the connectors whose cache was therefore reset."""
 
     def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:

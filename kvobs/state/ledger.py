@@ -118,7 +118,10 @@ class Ledger:
     # Reports
 
     def record(self, report: Report, now_ns: int = 0) -> Stray | None:
-        """Process one report, read at ``now_ns``; return it as stray if its child owns no such load or save."""
+        """Process one report, read at ``now_ns``; return it as stray if its child owns no such load or save.
+
+        A failure that another child than the owner reports counts for the load, and is stray as well.
+        """
         rank, kind, request, child = report[:4]
         entry = self._entries.get(request)
         if kind is _SAVED:
@@ -126,15 +129,10 @@ class Ledger:
         load = entry.load if entry is not None else None
         is_sync = kind is _SYNC_DONE or kind is _SYNC_FAILED
         if load is None or load.child != child or load.is_async is is_sync:
-            if is_sync:
-                return None  # kvobs's own report about a request that no longer exists
-            return Stray(child, "load" if kind is _RECEIVED else "failure", request)
+            # A sync one is kvobs's own report about a request that no longer exists.
+            return None if is_sync else self._record_stray(load, report)
         if kind is not _RECEIVED and kind is not _SYNC_DONE:
-            load.failed_on.add(rank)
-            load.needs_echo |= kind in _TO_BE_ECHOED
-            if load.needs_echo and request in self._loads_in:  # the worker collects the blocks after the receipt
-                self._loads_in.remove(request)
-                self.failures.append(request)
+            self._note_failure(load, report)
             if kind in _OF_BLOCKS:
                 return None  # does not mean that the load has arrived
         if rank in load.arrived:
@@ -147,6 +145,27 @@ class Ledger:
             else:
                 self._loads_in.append(request)
         return None
+
+    def _record_stray(self, load: Load | None, report: Report) -> Stray:
+        """Note what another connector than the owner reports; it may have written into the blocks of an open load.
+
+        After a failure the load has failed on that rank, and its owner's receipt is still waited for.
+        """
+        kind, counts = report.kind, False
+        if load is not None and load.child != report.child:
+            counts = kind is _HOLED or (load.is_async and kind in _TO_BE_ECHOED)
+        if load is not None and counts:
+            self._note_failure(load, report)
+            load.blamed_by.add(report.child)
+        name = "load" if kind is _RECEIVED else "blocks" if counts and kind in _OF_BLOCKS else "failure"
+        return Stray(report.child, name, report.request)
+
+    def _note_failure(self, load: Load, report: Report) -> None:
+        load.failed_on.add(report.rank)
+        load.needs_echo |= report.kind in _TO_BE_ECHOED
+        if load.needs_echo and report.request in self._loads_in:  # the worker collects the blocks after the receipt
+            self._loads_in.remove(report.request)
+            self.failures.append(report.request)
 
     def _record_save(self, entry: RequestTransfers | None, report: Report, now_ns: int) -> Stray | None:
         save = entry.saves.get(report.child) if entry is not None else None

@@ -44,7 +44,7 @@ class ReportKind(IntEnum):
     RECEIVED = 0  # the child's async load has arrived on this rank
     FAILED = 1  # the load has failed here; it counts as an arrival without content
     SPOILED = 2  # bad blocks that vLLM can't map to the request: the whole load has failed
-    HOLED = 3  # bad blocks that were passed on to vLLM, which recomputes them
+    HOLED = 3  # bad blocks that were passed on to vLLM, which recomputes them; any connector may report them
     SAVED = 4  # the promised save is done here
     SYNC_DONE = 5  # this rank's step with a sync load has ended
     SYNC_FAILED = 6  # as SYNC_DONE, and the child named bad blocks
@@ -131,6 +131,7 @@ class Load(_OnRanks):
     lost_tokens: int | None = None  # tokens lost by a failed load, if known to be fewer than all
     ranks: dict[int, Report] = field(default_factory=dict)
     failed_on: set[int] = field(default_factory=set)  # ranks
+    blamed_by: set[int] = field(default_factory=set)  # other connectors that reported a failure within it
     needs_echo: bool = False  # the workers must report the failure to vLLM
     aborted: bool = False  # the request ended while it was open
 

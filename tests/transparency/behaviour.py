@@ -338,10 +338,12 @@ class WorkerHalf(Half):
         due = [blocks for at, blocks in self._bad if at <= self.step]
         self._bad = [(at, blocks) for at, blocks in self._bad if at > self.step]
         found = set().union(*due)
-        others = [load for child, load in self.books.loads.values() if child != self.index and load.blocks[0]]
+        others = [(child, load) for child, load in self.books.loads.values() if child != self.index and load.blocks[0]]
         if others and self.life.groups == 1 and self.happens(self.character.strays, "stray blocks", self.step):
-            self.books.run.mark(Cause.STRAY_BLOCKS, self.index)
-            found.add(others[0].blocks[0][0])
+            owner, load = others[0]
+            found.add(load.blocks[0][0])
+            self.books.failed.add((owner, load.request))
+            self.books.run.seen["bad blocks in another's load"] += 1
         return found
 
     def on_get_kv_connector_kv_cache_events(self) -> Events | None:

@@ -96,7 +96,6 @@ FROM_HERE: dict[Cause, str] = {
     Cause.STRAY_SAVE: "stray-reports-left-out",
     Cause.EARLY_SAVE: "early-saves-held",
     Cause.TAILS: "partial-tails-counted",
-    Cause.STRAY_BLOCKS: "bad-blocks-of-the-owner-only",
     Cause.TWO_COMPLETIONS: "one-completion",
     Cause.COUNTED_FAILURE: "finished-counts-by-child",
     Cause.OFFERED_AGAIN: "failed-load-not-repeated",

@@ -42,7 +42,6 @@ class Cause(Enum):
     STRAY_SAVE = "W12: a child reports a save that it did not promise, or reported before"
     EARLY_SAVE = "W12: a child reports a save before its promise is known"
     TAILS = "W12: a partial tail is accepted by a child that promises nothing else; stock does not count it"
-    STRAY_BLOCKS = "W16: a child reports bad blocks inside another child's load"
     TWO_COMPLETIONS = "W20: a request ends during its async load, and a child promises to save it"
     COUNTED_FAILURE = "W11: a load fails in a child that says that one rank's report is enough"
     OFFERED_AGAIN = "W14: a child whose load of a request failed offers it again before that has run"

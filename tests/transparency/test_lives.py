@@ -22,7 +22,13 @@ SHRINKABLE = 20
 HAPPENS = (
     *("async load", "sync load", "load after a load", "load after a local hit", "load with dcp", "not yet"),
     *("load into several groups", "load of a preempted request", "load reported in the output", "failed load"),
-    *("bad blocks of an async load", "bad blocks of a sync load", "save promised", "save promised by several"),
+    *(
+        "bad blocks of an async load",
+        "bad blocks of a sync load",
+        "bad blocks in another's load",
+        "save promised",
+        "save promised by several",
+    ),
     *("save withdrawn", "partial tail accepted", "step of a sliding window", "step of a pause", "preempted"),
     *("aborted, WAITING_FOR_REMOTE_KVS", "aborted, RUNNING", "reset, True", "reset, False", "step of a pipeline"),
     *("step by priority", "step with drafts", "input streamed in", "id used again", "ended by a child's exception"),

@@ -20,6 +20,26 @@ _LOAD_WAITED = signals.slot(signals.LOAD_WAITED)
 _SLOWER = signals.slot(signals.LOADS_SLOWER)
 _SAVED, _ABANDONED = (signals.slot(signals.SAVES, outcome) for outcome in ("ok", "abandoned"))
 _FAILED_SYNC = signals.slot(signals.FAILED_SYNC_LOADS)
+_STRAY = {
+    kind: f"connector %r reported {what} of request %s, which it was not chosen to {deed}. {effect}. Such reports are "
+    "counted (kvobs_stray_reports_total)"
+    for kind, what, deed, effect in (
+        (
+            "load",
+            "the end of a load",
+            "load",
+            "The report is ignored: vLLM's own MultiConnector can end the engine here",
+        ),
+        (
+            "save",
+            "the end of a save",
+            "save",
+            "The report is ignored: vLLM's own MultiConnector can end the engine here",
+        ),
+        ("failure", "a failed load", "load", "A load of this request that is open counts as failed"),
+        ("blocks", "bad blocks in a load", "load", "That load counts as failed, and vLLM handles the blocks"),
+    )
+}
 _QUARANTINED, _QUARANTINES = map(signals.slot, (signals.QUARANTINED, signals.QUARANTINES))
 
 
@@ -94,24 +114,23 @@ class Outcomes(Observer):
         """Count and log a stray report: its child does not own the transfer."""
         self._recorder.count(report.child, signals.slot(signals.STRAY_REPORTS, report.kind))
         name, kind = self._names[report.child], report.kind
-        text = (
-            "connector %r reported a %s of request %s that it does not own. kvobs ignores such reports and counts "
-            "them (kvobs_stray_reports_total); with vLLM's own MultiConnector they can end the engine"
-        )
-        once(f"stray:{name}:{kind}", logging.WARNING, text, name, kind, line(report.request))
+        once(f"stray:{name}:{kind}", logging.WARNING, _STRAY[kind], name, line(report.request))
 
-    def sync_loads_failed(self, child: int, loads: int, reset: Sequence[str]) -> None:
-        """Count failed synchronous loads, and log who may have saved their blocks."""
-        self._recorder.count(child, _FAILED_SYNC, loads)
+    def sync_loads_failed(self, child: int, loads: Sequence[Load], reset: Sequence[str]) -> None:
+        """Count failed synchronous loads; log which connectors reported the failure, and which may have saved it."""
+        self._recorder.count(child, _FAILED_SYNC, len(loads))
+        blamed_by = sorted({connector for load in loads for connector in load.blamed_by})
+        reporters = ", ".join(repr(self._names[connector]) for connector in blamed_by)
+        why = f": connector {reporters} reported the failure, and may have written into its blocks" if reporters else ""
         siblings = ", ".join(name for sibling, name in enumerate(self._names) if sibling != child) or "none"
         caches = "No cache was reset: clear theirs, or list them in reset_after_failed_sync_load"
         if reset:
             caches = f"The cache of {', '.join(reset)} was reset (reset_after_failed_sync_load)"
         text = (
-            "a synchronous load of connector %r failed. In the same step other connectors (%s) may have saved its "
+            "a synchronous load of connector %r failed%s. In the same step other connectors (%s) may have saved its "
             "unfilled blocks, and later hits on these give wrong answers. %s (kvobs_failed_sync_loads_total)"
         )
-        log.error(text, self._names[child], siblings, caches)
+        log.error(text, self._names[child], why, siblings, caches)
 
     def quarantined(self, child: int) -> None:
         self._recorder.set_gauge(child, _QUARANTINED, 1)

@@ -86,6 +86,43 @@ def test_after_a_failed_load_it_stores_the_right_blocks(router: str, is_sync: bo
 
 
 @both
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize(("is_sync", "lag"), [(False, 0), (False, 1), (True, 0)])  # (True, 1) ends vLLM's engines: W23
+def test_bad_blocks_in_the_load_of_another_count(
+    router: str, is_sync: bool, lag: int, policy: str, *, a: Script, b: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    """UCM and Tair load what their last lookup found, whoever was chosen, and report what breaks."""
+    a.offers["r"] = [(2 * BLOCK, not is_sync), MISS]
+
+    def break_it(hook: str, detail: Any) -> None:
+        if hook == "update_state_after_alloc" and not b.called(hook)[1:]:
+            b.bad_blocks[0] = {detail[2][0][1]}
+
+    b.on_call = break_it
+    rig = Rig(router, a, b, policy=policy, lag=lag, kvobs={"names": ["store", "eager"]})
+    request = rig.add("r", max_tokens=4)
+    rig.step()
+    if not is_sync:
+        a.say(0, received="r")
+    scheduled = []
+    for _ in range(8):
+        rig.step()
+        scheduled.append(rig.scheduled.num_scheduled_tokens.get("r", 0))
+    assert rig.status("r") == "gone"
+    if policy == "fail":
+        assert request.status.name == "FINISHED_ERROR"
+    else:
+        assert 3 * BLOCK + 1 in scheduled, "all behind the block before the bad one is computed"
+    if router == "kvobs":
+        assert counted(rig, "kvobs_loads_total", 0, "sync" if is_sync else "async", "failed") == 1
+        assert counted(rig, "kvobs_stray_reports_total", 1, "blocks") == 1
+        assert "connector 'eager' reported bad blocks in a load of request r" in caplog.text
+        blamed = "load of connector 'store' failed: connector 'eager' reported the failure" in caplog.text
+        assert blamed is is_sync
+        assert_nothing_is_left(rig)
+
+
+@both
 @pytest.mark.parametrize("is_sync", [False, True])
 def test_a_failed_load_is_repeated_after_the_request_has_run(router: str, is_sync: bool, a: Script, b: Script) -> None:
     """LMCache V1 asserts that what it offers a resumed request is taken; an asynchronous load waits, and could loop."""

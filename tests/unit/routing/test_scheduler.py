@@ -151,6 +151,8 @@ class Announced(Observer):
                 details = (load.child, load.tokens, load.local_tokens, load.rest_tokens)
             case "load_ended" | "aborted", (load,):
                 details = (load.child, load.outcome, *more.values())
+            case "sync_loads_failed", (loads, reset):
+                details = ([load.outcome for load in loads], reset)
             case "promised", _:
                 details = tuple(map(sorted, details))
             case "saved", (child, save, ended_ns):
@@ -217,7 +219,7 @@ def test_failed_sync_load_names_the_caches_that_were_reset(a: Script, b: Script)
     announced.rig.add("r", max_tokens=1)
     a.bad_blocks[0] = {2}
     announced.rig.run(4)
-    assert announced.events[0] == [("sync_loads_failed", 1, ["two"])]
+    assert announced.events[0] == [("sync_loads_failed", ["failed"], ["two"])]
     assert ("load_ended", 0, "failed") in announced.events["r"]
 
 
@@ -230,5 +232,5 @@ def test_cache_that_cannot_be_reset_does_not_end_the_engine(
     announced.rig.add("r", max_tokens=1)
     a.bad_blocks[0] = {2}
     announced.rig.run(4)
-    assert announced.events[0] == [("sync_loads_failed", 1, [])]
+    assert announced.events[0] == [("sync_loads_failed", ["failed"], [])]
     assert "connector 'two' raised in reset_cache" in caplog.text

@@ -173,19 +173,58 @@ def test_bad_blocks_of_async_loads(
     assert "no open load" not in caplog.text
 
 
+@pytest.mark.parametrize("is_isolated", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_nobodys_bad_blocks_may_be_passed(groups: int, a: Script, b: Script, caplog: pytest.LogCaptureFixture) -> None:
-    """A request must not go on with what was never loaded; but not for what another connector loads."""
-    side = side_of(Rig("kvobs", a, b, groups=groups), ("r", LoadOrder(0, True, ((4, 5),) * groups)))
+def test_bad_blocks_of_no_open_load_reach_vllm(
+    groups: int, is_isolated: bool, a: Script, b: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With several groups vLLM raises then, which an isolated connector must not cause."""
+    options = {"isolate": ["ScriptedConnector"]} if is_isolated else None
+    side = side_of(Rig("kvobs", a, b, groups=groups, kvobs=options), ("r", LoadOrder(1, True, ((4, 5),) * groups)))
     a.bad_blocks[0] = {9}
-    b.bad_blocks[0] = {4}
-    assert side.get_block_ids_with_load_errors() == ({9} if groups == 1 else set())
+    reach_vllm = groups == 1 or not is_isolated
+    assert side.get_block_ids_with_load_errors() == ({9} if reach_vllm else set())
     assert said(side) == []
-    outcome = "passed on to vLLM" if groups == 1 else "ignored"
-    assert f"'ScriptedConnector' reported load errors of blocks of no open load (such as [9]); {outcome}" in (
-        caplog.text
-    )
-    assert "'ScriptedConnector-2' reported load errors of blocks of another connector's load" in caplog.text
+    outcome = "passed on to vLLM" if reach_vllm else "ignored, since vLLM would end the engine"
+    assert f"reported load errors of blocks of no open load (such as [9]); {outcome}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("groups", "passed_on", "kind"),
+    [(1, {4}, ReportKind.HOLED), (2, set(), ReportKind.SPOILED)],
+    ids=["one group", "two groups"],
+)
+def test_bad_blocks_in_the_async_load_of_another_count(
+    groups: int, passed_on: set[int], kind: ReportKind, a: Script, b: Script
+) -> None:
+    side = side_of(Rig("kvobs", a, b, groups=groups), ("r", LoadOrder(0, True, ((4, 5),) * groups)))
+    b.bad_blocks[0] = {4}
+    assert side.get_block_ids_with_load_errors() == passed_on
+    assert said(side) == [(kind, "r", 1)]
+
+
+@pytest.mark.parametrize("by_request", [False, True])
+def test_failures_in_the_sync_load_of_another_count(by_request: bool, a: Script, b: Script) -> None:
+    """Whole loads as well as blocks: vLLM reads a failed load of a request that waits only."""
+    side = side_of(Rig("kvobs", a, b), ("r", LoadOrder(0, False, ((4, 5),))), ("s", LoadOrder(0, False, ((6,),))))
+    if by_request:
+        b.say(0, failed="r")
+    else:
+        b.bad_blocks[0] = {4}
+    assert side.get_transfer_results(set()).failed_recving == set(), "it is no load of its own"
+    assert side.get_block_ids_with_load_errors() == ({4, 5} if by_request else {4})
+    blame = (ReportKind.FAILED if by_request else ReportKind.HOLED, "r", 1)
+    assert said(side) == [blame, (ReportKind.SYNC_FAILED, "r", 0), (ReportKind.SYNC_DONE, "s", 0)]
+    assert side.get_block_ids_with_load_errors() == set(), "once"
+
+
+def test_late_bad_blocks_of_a_sync_load_only_reach_vllm(a: Script, b: Script) -> None:
+    """The scheduler is ahead, and has not closed the load: this step has none."""
+    side = side_of(Rig("kvobs", a, b), ("r", LoadOrder(0, False, ((4, 5),))))
+    side.bind_connector_metadata(dataclasses.replace(side._meta, orders=None))
+    b.bad_blocks[0] = {4}
+    assert side.get_block_ids_with_load_errors() == {4}
+    assert said(side) == []
 
 
 def test_fields_of_a_newer_vllm_are_passed_on(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,13 +105,18 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         if noted is not None and noted.load_added:
             return  # the same step's output closes it
         stray = self.ledger.record(report(kind, request, child, rank))
-        owns = noted is not None and noted.load is not None and noted.load[:2] == (child, True)
-        expected = Stray(child, "load" if kind is ReportKind.RECEIVED else "failure", request)
-        assert stray == (None if owns else expected)
-        if noted is not None and owns and noted.echo == "none":
+        owner, is_async = noted.load[:2] if noted is not None and noted.load is not None else (child, False)
+        owns = child == owner and is_async
+        blames = child != owner and (kind is ReportKind.HOLED or (is_async and kind is not ReportKind.RECEIVED))
+        name = "load" if kind is ReportKind.RECEIVED else "failure"
+        if blames and kind is not ReportKind.FAILED:
+            name = "blocks"
+        assert stray == (None if owns else Stray(child, name, request))
+        if noted is not None and (owns or blames) and noted.echo == "none":
             noted.failed |= kind in (ReportKind.FAILED, ReportKind.SPOILED)
             noted.holed |= kind is ReportKind.HOLED
-            if kind in (ReportKind.RECEIVED, ReportKind.FAILED):  # bad blocks are no arrival
+            # Bad blocks, and a failure of another connector than the owner, are no arrival.
+            if owns and kind in (ReportKind.RECEIVED, ReportKind.FAILED):
                 noted.arrived.add(rank)
 
     @rule(request=requests)

@@ -78,7 +78,7 @@ def test_stray_reports_count_each_and_are_logged_once_a_kind(caplog: pytest.LogC
     assert counted.counts() == {(1, "kvobs_stray_reports_total", kind): n for kind, n in (("load", 2), ("save", 1))}
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
-    assert all("connector 'two' reported" in line and "that it does not own" in line for line in lines)
+    assert all("connector 'two' reported" in line and "it was not chosen" in line for line in lines)
     assert all(len(line) < 1000 and "\n" not in line for line in lines), "a client chooses the id"
 
 
