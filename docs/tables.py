@@ -197,7 +197,8 @@ def hooks() -> str:
 
 def deviations() -> str:
     """Return what connectors see differently from vLLM's own router."""
-    return table(["what differs", "why"], [[each.differs, each.why] for each in DEVIATIONS])
+    rows = [[each.differs, each.why, each.unasked] for each in DEVIATIONS]
+    return table(["what differs", "why", "if a connector acts without being chosen"], rows)
 
 
 def states() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from kvobs.connector import wiring
 from kvobs.connectors import configured
 from kvobs.connectors.child import build
 from kvobs.connectors.configured import all_support_hma, read_specs, required_layout
-from kvobs.connectors.fanout import hooks_of
+from kvobs.connectors.fanout import hooks_of, own_attribute
 from kvobs.probe.pure import Call
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.routing.worker import WorkerSide
@@ -32,6 +33,7 @@ from kvobs.telemetry.payload.stats import MultiKVConnectorStats, rebuild
 from kvobs.telemetry.sides import SchedulerTelemetry, WorkerTelemetry
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.vllm_api import versions
+from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,27 +83,58 @@ class MultiConnector(stock.MultiConnector):
         self._extra_async_saves: dict[str, int] = {}
         self._requests_to_connector: Any = {}
         parts = (children, built, validated, vllm_config, kv_cache_config)
+        self._children = children
         self._side: SchedulerSide | WorkerSide
         self._telemetry: SchedulerTelemetry | WorkerTelemetry
-        fan_outs: Mapping[str, Call] = {}
+        self._bind: wiring.Bind
         if is_scheduler:
-            side, telemetry = wiring.scheduler_side(*parts, tracing=tracing, all_support_hma=self._all_support_hma)
+            side, telemetry, self._bind = wiring.scheduler_side(
+                *parts, tracing=tracing, all_support_hma=self._all_support_hma
+            )
             self._side, self._telemetry = side, telemetry
             self._requests_to_connector = Choices(side.ledger)
             if "aggregator" not in configuration.stock:
                 self.aggregation = aggregator.Aggregation(options.stuck_after_s, telemetry.note_in_aggregator)
                 aggregator.install()
         else:
-            self._side, self._telemetry, fan_outs = wiring.worker_side(*parts)
-        hooks = hooks_of(self._side, children, fan_outs, versions.hooks())
-        self._shutdown = hooks["shutdown"]
-        self.__dict__.update({name: hook for name, hook in hooks.items() if name not in vars(MultiConnector)})
+            self._side, self._telemetry, self._bind = wiring.worker_side(*parts)
+        self._has_begun = False
+        self._hooks = self._bound()
+        self._first_calls = {name: partial(self._call_first, name) for name in self._hooks}
+        self.__dict__.update(
+            {name: call for name, call in self._first_calls.items() if name not in vars(MultiConnector)}
+        )
+
+    # Plug-ins replace hooks of connectors after vLLM has built them, so these are bound again where they have changed:
+    # when vLLM calls a hook that is called once, and when it first calls any other one.
+
+    def _bound(self) -> dict[str, Call]:
+        """Return the hooks, bound to the connectors' methods as they are now."""
+        return hooks_of(self._side, self._children, self._bind(), versions.hooks())
+
+    def _call_first(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a hook that is called once, or any other one for the first time."""
+        self._bind_again(begins=HOOKS[name].cadence is not Cadence.ONCE)
+        return self._hooks[name](*args, **kwargs)
+
+    def _bind_again(self, *, begins: bool) -> None:
+        """Bind what has been replaced; if serving ``begins`` with this call, let vLLM call the hooks themselves."""
+        if begins and self._has_begun:
+            return
+        changed = [child.bind() for child in self._children]
+        if any(changed):
+            self._hooks = self._bound()
+        if begins:
+            self._has_begun = True
+            for name, call in self._first_calls.items():
+                if HOOKS[name].cadence is not Cadence.ONCE and vars(self).get(name) is call:
+                    self.__dict__[name] = self._hooks[name]
 
     def shutdown(self) -> None:
         """End the connectors, and then what observes them."""
         is_well = not isinstance(sys.exception(), Exception)  # vLLM also calls it while an error ends the engine
         try:
-            self._shutdown()
+            self._call_first("shutdown")
         finally:
             self._telemetry.close(is_well=is_well)
 
@@ -109,6 +142,8 @@ class MultiConnector(stock.MultiConnector):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(self._side, WorkerSide)
+        if not self._has_begun:
+            self._bind_again(begins=True)
         self._side.bind_connector_metadata(connector_metadata)
         KVConnectorBase_V1.bind_connector_metadata(self, connector_metadata)
 
@@ -116,6 +151,16 @@ class MultiConnector(stock.MultiConnector):
         assert isinstance(self._side, WorkerSide)
         self._side.clear_connector_metadata()
         KVConnectorBase_V1.clear_connector_metadata(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a public attribute that vLLM's class does not have, but a connector has.
+
+        Model runners of other platforms call methods of a single connector's class on the object that they find.
+        """
+        children = vars(self).get("_children", ())
+        if name.startswith("_") or not (found := own_attribute(children, name)):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return found[0]
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

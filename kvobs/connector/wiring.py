@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.executor import Executor
@@ -10,6 +10,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from kvobs.connectors.block_copies import BlockCopies
 from kvobs.connectors.child import Child
+from kvobs.connectors.fanout import own_methods
 from kvobs.connectors.specs import between_engines, load_ends_save, record_sizes
 from kvobs.connectors.sync_loads import Conditions
 from kvobs.connectors.validation import Validated
@@ -56,6 +57,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
+Bind = Callable[[], Mapping[str, Call]]
+"""Bind a side to the hooks that each connector implements now; return the fan-outs of the hooks of layers."""
+
+
 def scheduler_side(
     children: Sequence[Child],
     recorders: Recorders,
@@ -65,8 +70,8 @@ def scheduler_side(
     *,
     tracing: TracingSettings | None,
     all_support_hma: bool,
-) -> tuple[SchedulerSide, SchedulerTelemetry]:
-    """Build the side in EngineCore, and its telemetry."""
+) -> tuple[SchedulerSide, SchedulerTelemetry, Bind]:
+    """Build the side in EngineCore, its telemetry, and what binds both to the connectors' hooks."""
     options, specs, recorder = validated.configuration.options, validated.specs, recorders.recorder
     names, groups, parallel = validated.configuration.names, groups_of(kv_cache_config), vllm_config.parallel_config
     reporting = reporting_ranks(vllm_config)
@@ -108,10 +113,11 @@ def scheduler_side(
         isolation=isolation if isolates else None,
         async_only=validated.async_only,
     )
+    view = OutputView(children, ledger, visibility, StatsParts(collector.classes), observer.stray)
     completions = Completions(
         children=children,
         ledger=ledger,
-        view=OutputView(children, ledger, visibility, StatsParts(collector.classes), observer.stray),
+        view=view,
         observer=observer,
         next_orders=next_orders,
         isolation=isolation,
@@ -135,7 +141,14 @@ def scheduler_side(
         stats=telemetry,
     )
     _introduce(validated, tracing)
-    return side, telemetry
+
+    def bind() -> Mapping[str, Call]:
+        offers.bind()
+        view.bind()
+        collector.hooks = stats_hooks(children)
+        return {}
+
+    return side, telemetry, bind
 
 
 def worker_side(
@@ -144,27 +157,44 @@ def worker_side(
     validated: Validated,
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig | None,
-) -> tuple[WorkerSide, WorkerTelemetry, dict[str, Call]]:
-    """Build the side in a worker, its telemetry, and the fan-outs of the hooks of layers."""
+) -> tuple[WorkerSide, WorkerTelemetry, Bind]:
+    """Build the side in a worker, its telemetry, and what binds both to the connectors' hooks."""
     blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
     is_stock = "block_copy" in validated.configuration.stock
     verifier = _verifier(recorders, validated, vllm_config, kv_cache_config)
     rank = rank_of(vllm_config)
     host = HostFeed(vllm_config, validated.configuration.options, recorders.recorder.box, rank)
-    telemetry = WorkerTelemetry(recorders, _collector(children, recorders), verifier, host)
-    targets = {hook: [c.layer_target(hook) for c in children if hook in c.implemented] for hook in ARGUMENTS}
-    stalls = Stalls(targets, recorders.recorder)
+    collector = _collector(children, recorders)
+    telemetry = WorkerTelemetry(recorders, collector, verifier, host)
+
+    def stalls() -> Stalls:
+        targets = {hook: [c.layer_target(hook) for c in children if hook in c.implemented] for hook in ARGUMENTS}
+        return Stalls(targets, recorders.recorder)
+
     side = WorkerSide(
         children=children,
         rank=rank,
         ids_are_unique=len(groups_of(kv_cache_config)) <= 1,
         copies=BlockCopies(recorders.recorder, blocks, is_stock=is_stock),
-        waits=stalls,
+        waits=stalls(),
         gates=WorkerGates(children) if any(child.gate is not None for child in children) else None,
         observer=telemetry,
         stats=telemetry,
     )
-    return side, telemetry, stalls.fan_outs
+
+    def bind() -> Mapping[str, Call]:
+        side.bind()
+        side.waits = waits = stalls()
+        collector.hooks = stats_hooks(children)
+        return waits.fan_outs
+
+    return side, telemetry, bind
+
+
+def stats_hooks(children: Sequence[Child]) -> list[tuple[str, Call]]:
+    """Return the calls for the stats of the connectors that have any, by name."""
+    hook = "get_kv_connector_stats"
+    return [(child.name, getattr(child, hook)) for child in children if hook in child.implemented]
 
 
 def _verifier(
@@ -193,9 +223,7 @@ def _verifier(
 
 def _collector(children: Sequence[Child], recorders: Recorders, feed: Feed | None = None) -> Collector:
     classes = {child.name: class_path(type(child.connector)) for child in children}
-    hook = "get_kv_connector_stats"
-    hooks = [(child.name, child.get_kv_connector_stats) for child in children if hook in child.implemented]
-    return Collector(classes, hooks, recorders.recorder, recorders.journal, feed)
+    return Collector(classes, recorders.recorder, recorders.journal, feed)
 
 
 def _introduce(validated: Validated, tracing: TracingSettings | None) -> None:
@@ -209,6 +237,12 @@ def _introduce(validated: Validated, tracing: TracingSettings | None) -> None:
         log.info("calls are counted in Python: %s", choice().reason)
     if configuration.stock:
         log.info("by %s vLLM's own stay in place: %s", STOCK_VARIABLE, ", ".join(sorted(configuration.stock)))
+    for spec in validated.specs:
+        if names := own_methods(spec.connector_class):
+            text = (
+                "connector %r has methods that are no hooks of vLLM: %s. Calls of them reach it, and are not recorded"
+            )
+            log.info(text, spec.name, ", ".join(names))
     for warning in validated.warnings:
         log.warning("%s", warning)
     sampling.warn_about(configuration.options, tracing)

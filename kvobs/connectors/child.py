@@ -57,13 +57,26 @@ class Child:
     """The sides whose hooks are called."""
 
     def __post_init__(self) -> None:
+        self._bound: dict[str, Call] = {}
+        self.implemented: frozenset[str] = frozenset()
+        """The hooks that it implements: they have an effect, or an answer that is not a constant."""
+        self.bind()
+
+    def bind(self) -> bool:
+        """Bind the hooks to the connector's methods as they are now; return whether any has changed.
+
+        A plug-in may replace methods after the connector was built, on the object or on its class.
+        """
         names = [name for name, hook in TIMED.items() if hook.side in self.sides and hasattr(self.connector, name)]
         methods = {name: getattr(self.connector, name) for name in names}
+        if methods == self._bound:
+            return False
+        self._bound = methods
         self.implemented = frozenset([name for name, method in methods.items() if not is_empty(method)])
-        """The hooks that it implements: they have an effect, or an answer that is not a constant."""
         for name, method in methods.items():
             if name not in ARGUMENTS:
                 setattr(self, name, self._wrapped(TIMED[name], method))
+        return True
 
     if TYPE_CHECKING:
 

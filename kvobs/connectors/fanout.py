@@ -5,13 +5,17 @@ connector that does not implement a hook is not called: most do not implement mo
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from inspect import isroutine
 from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 from kvobs.connectors.child import Child
 from kvobs.log import log
 from kvobs.probe.pure import Call
 from kvobs.schema.signals import TIMED
-from kvobs.vllm_api.hooks import Cadence, Combine, Hook
+from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Hook
 
 
 def hooks_of(
@@ -83,6 +87,44 @@ def _chain(hook: Hook, children: Sequence[Child]) -> Call:
         return items
 
     return chain
+
+
+def own_attribute(children: Iterable[Child], name: str) -> tuple[Any] | None:
+    """Return, in a tuple, an attribute that connectors have beyond vLLM's class; None if no connector has it.
+
+    A method that several connectors have calls each in their order, and returns the first answer that is not None. Of
+    other attributes the first connector's is returned. Exceptions of a best-effort connector's method are contained.
+    """
+    found = [(child, getattr(child.connector, name)) for child in children if hasattr(child.connector, name)]
+    if not found:
+        return None
+    if not callable(found[0][1]):
+        return (found[0][1],)
+    calls = [_contained(child, name, call) if child.gate is not None else call for child, call in found]
+    return (calls[0] if len(calls) == 1 else partial(_call_each, calls),)
+
+
+def _call_each(calls: Sequence[Call], *args: Any, **kwargs: Any) -> Any:
+    answers = [call(*args, **kwargs) for call in calls]
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def _contained(child: Child, name: str, call: Call) -> Call:
+    def contained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception:
+            log.exception("isolated connector %r raised in %s, which is not a hook of vLLM", child.name, name)
+            return None
+
+    return contained
+
+
+def own_methods(connector_class: type) -> list[str]:
+    """Return the public methods of a connector's class that vLLM's classes of connectors do not have."""
+    known = {name for cls in (KVConnectorBase_V1, SupportsHMA) for name in dir(cls)}
+    names = (name for name in dir(connector_class) if not name.startswith("_") and name not in known)
+    return [name for name in names if name not in HOOKS and isroutine(getattr(connector_class, name))]
 
 
 RULES: dict[Combine, Callable[[Hook, Sequence[Child]], Call]] = {

@@ -67,12 +67,17 @@ class OutputView:
         stats: StatsParts,
         stray: Callable[[Stray], None],
     ) -> None:
-        self._shown_to = [child for child in children if "update_connector_output" in child.implemented]
-        self.is_watched = bool(self._shown_to)  # if not, an output without loads and saves need not be shown
+        self._children = children
         self._ledger = ledger
         self._visibility = visibility
         self._stray = stray
         self._stats = stats
+        self.bind()
+
+    def bind(self) -> None:
+        """Note which connectors implement the hook; again when a plug-in has replaced one."""
+        self._shown_to = [child for child in self._children if "update_connector_output" in child.implemented]
+        self.is_watched = bool(self._shown_to)  # if not, an output without loads and saves need not be shown
 
     def show(
         self,

@@ -95,7 +95,8 @@ class Offers:
         isolation: Isolation | None = None,
         async_only: Collection[int] = (),
     ) -> None:
-        self._lookups = [(child.index, child.get_num_new_matched_tokens) for child in children]
+        self._children = children
+        self.bind()
         self._names = [child.name for child in children]
         self._visibility = visibility
         self._isolation = isolation
@@ -115,6 +116,10 @@ class Offers:
         self._observer = observer
         self._asked: defaultdict[str, _Asked] = defaultdict(_Asked)
         self._waited_for = waited_for
+
+    def bind(self) -> None:
+        """Bind the connectors' lookups; again when a plug-in has replaced one."""
+        self._lookups = [(child.index, child.get_num_new_matched_tokens) for child in self._children]
 
     def ask(self, request: Request, num_computed_tokens: int) -> Offer | None:
         """Return the offer to load from (``NOTHING`` if there is none), or None if it is not known yet.

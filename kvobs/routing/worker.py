@@ -87,9 +87,15 @@ class WorkerSide:
         self._failed_syncs: set[str] = set()
         self._bad_blocks: set[int] = set()  # of these, which are reported by request
         self._unknown: dict[str, list[Any]] = {}  # further fields of the children's results
+        self.bind()
+
+    def bind(self) -> None:
+        """Note which hooks each connector implements; again when a plug-in has replaced one."""
         preempting, with_events = "handle_preemptions", "get_kv_connector_kv_cache_events"
         self._handling_preemptions = [child for child in self.children if preempting in child.implemented]
         self._with_events = [child for child in self.children if with_events in child.implemented]
+        if self.gates is not None:
+            self.gates.bind(self.children)
 
     # Before the forward
 

@@ -33,7 +33,7 @@ class WorkerGates:
         self._states = dict.fromkeys(self._gates, IsolationState(0, is_out=False))  # the scheduler's last
         self._failed_for_good: set[int] = set()
         self._names = [child.name for child in children]
-        self._never_begins = {child.index for child in children if "start_load_kv" not in child.implemented}
+        self.bind(children)
         self._never_again = {child.index for child in children if name_among(type(child.connector), NEVER_AGAIN)}
         self._broken: set[tuple[int, int]] = set()
         self._loads: dict[int, list[LoadOrder]] = {}  # of this step
@@ -43,6 +43,10 @@ class WorkerGates:
             gate.on_failure = partial(self._failed, index, gate)
             if isinstance(children[index].connector, Unbuilt):
                 self._fail_for_good(index, gate)
+
+    def bind(self, children: Sequence[Child]) -> None:
+        """Note which connectors implement ``start_load_kv``."""
+        self._never_begins = {child.index for child in children if "start_load_kv" not in child.implemented}
 
     def begin_step(self, meta: MultiKVConnectorMetadata) -> None:
         """Enable the hooks for a step, except of connectors without metadata."""

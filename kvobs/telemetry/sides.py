@@ -261,20 +261,17 @@ def divert(stats: KVConnectorStats | None, sink: Sink) -> None:
 class Collector:
     """Collects the payload of one process: the children's own stats, and kvobs's numbers when they are due.
 
-    ``classes`` are the paths of the children's classes as "module:Class", by name; ``hooks`` the calls for the stats of
-    those that have any. With ``sink`` kvobs's numbers go to the exporter instead.
+    ``classes`` are the paths of the children's classes as "module:Class", by name. With ``sink`` kvobs's numbers go to
+    the exporter instead.
     """
 
+    hooks: Sequence[tuple[str, Callable[[], KVConnectorStats | None]]] = ()
+    """The calls for the stats of those children that have any, by name."""
+
     def __init__(
-        self,
-        classes: Mapping[str, str],
-        hooks: Sequence[tuple[str, Callable[[], KVConnectorStats | None]]],
-        recorder: Recorder,
-        journal: Journal,
-        sink: Sink | None = None,
+        self, classes: Mapping[str, str], recorder: Recorder, journal: Journal, sink: Sink | None = None
     ) -> None:
         self._sink = sink
-        self._hooks = hooks
         self.classes = classes
         self._recorder = recorder
         self._journal = journal
@@ -282,7 +279,7 @@ class Collector:
     def collect(self, *, is_due: bool) -> MultiKVConnectorStats | None:
         """Return the payload, or None if it would be empty."""
         data: dict[str, KVConnectorStats] = {}
-        for name, hook in self._hooks:
+        for name, hook in self.hooks:
             if (stats := hook()) is not None:
                 data[name] = stats
         if self._sink is not None and is_due:

@@ -408,6 +408,14 @@ def check_classes(result: CheckResult) -> None:
         lacking = [each.name for each in result.connectors if each.facts and getattr(each.facts, fact) is problem]
         if lacking:
             result.off[feature] = f"not supported by {', '.join(lacking)}{effect}"
+    _note_other_methods(result)
+
+
+def _note_other_methods(result: CheckResult) -> None:
+    """Note the connectors' methods that model runners of other platforms may call."""
+    methods = {each.name: each.facts.other_methods for each in result.connectors if each.facts is not None}
+    if listed := "; ".join(f"{name}: {', '.join(names)}" for name, names in methods.items() if names):
+        result.off["other methods"] = f"no hooks of vLLM: kvobs passes calls on, and does not record them ({listed})"
 
 
 _WITHOUT_HYBRID = (

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.plugins import load_general_plugins
 
 from kvobs.connectors.configured import class_of, named
+from kvobs.connectors.fanout import own_methods
 from kvobs.connectors.validation import NotUsableError
 from kvobs.schema.findings import show
 from kvobs.vllm_api import versions
@@ -30,6 +31,8 @@ class Facts:
     supports_sleep_mode: bool | None
     requires_piecewise: bool
     layouts: tuple[str | None, str | None]
+    other_methods: tuple[str, ...] = ()
+    """Public methods that are no hooks of vLLM."""
 
 
 def facts_of(cls: Any, transfer: KVTransferConfig, *, has_hisparse: bool) -> Facts:
@@ -49,6 +52,7 @@ def facts_of(cls: Any, transfer: KVTransferConfig, *, has_hisparse: bool) -> Fac
             "requires_piecewise_for_cudagraph", lambda: cls.requires_piecewise_for_cudagraph(extra)
         ),
         layouts=(_layout(cls, transfer, has_hisparse, False), _layout(cls, transfer, has_hisparse, True)),
+        other_methods=tuple(own_methods(cls)),
     )
 
 

@@ -100,7 +100,9 @@ def collector(*connectors: Any) -> tuple[Collector, Recorder]:
     recorder = Recorder(len(connectors))
     classes = {f"c{i}": class_path(type(c)) for i, c in enumerate(connectors)}
     hooks = [(f"c{i}", c.get_kv_connector_stats) for i, c in enumerate(connectors)]
-    return Collector(classes, hooks, recorder, Journal()), recorder
+    collects = Collector(classes, recorder, Journal())
+    collects.hooks = hooks
+    return collects, recorder
 
 
 def test_childrens_stats_are_handed_on_in_every_step_and_kvobss_own_numbers_when_due() -> None:
@@ -137,7 +139,7 @@ def test_numbers_that_can_not_be_taken_cost_the_children_nothing(monkeypatch: py
 
 
 def test_a_connector_without_stats_is_named_and_not_asked() -> None:
-    collects = Collector({"c0": "m:C"}, [], Recorder(1), Journal())
+    collects = Collector({"c0": "m:C"}, Recorder(1), Journal())
     assert collects.collect(is_due=False) is None
     stats: Any = collects.collect(is_due=True)
     assert stats["kvobs"].children == {"c0": "m:C"}
@@ -146,7 +148,7 @@ def test_a_connector_without_stats_is_named_and_not_asked() -> None:
 def test_span_records_travel_with_the_numbers_once_and_lost_ones_are_counted() -> None:
     journal, sent = Journal(), list[Any]()
     sink: Any = SimpleNamespace(put=sent.append)
-    collects = Collector({}, [], Recorder(1), journal, sink)
+    collects = Collector({}, Recorder(1), journal, sink)
     group = [record()]
     journal.add(group)
     journal.drop()

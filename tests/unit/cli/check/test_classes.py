@@ -68,3 +68,11 @@ def test_a_missing_library_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None
     (mistake,) = check(config).mistakes
     assert mistake.says == "found 'NixlConnector', which needs 'nixl', which is not installed here"
     assert mistake.fix == "install it: pip install nixl"
+
+
+def test_methods_that_are_no_hooks_of_vllm_are_named() -> None:
+    """A model runner of another platform may call them, on the router in the connector's place."""
+    checked = check(config_of([scripted("PlatformConnector", kv_connector_module_path="tests.unit.test_strangers")]))
+    assert checked.mistakes == []
+    methods = "PlatformConnector: register_runner, start_load_kv_before_update"
+    assert checked.off["other methods"].endswith(f"kvobs passes calls on, and does not record them ({methods})")
