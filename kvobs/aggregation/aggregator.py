@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator as StockAggregator
@@ -16,13 +16,14 @@ from vllm.v1.executor import abstract as executors
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvobs import faults
-from kvobs.aggregation.rank_tally import FORGET_AFTER, Reports, Rounds, RoundStart, Tally
+from kvobs.aggregation.rank_tally import FORGET_AFTER, MOST, Reports, Rounds, RoundStart, Tally
 from kvobs.log import once
 from kvobs.state.transfers import Stuck
 from kvobs.vllm_api import versions
 
 _MISSING_FIELDS = versions.OUTPUT_FIELDS - versions.output_fields()
 _HAS_FAILURES = "failed_recving" not in _MISSING_FIELDS
+_HAS_CHECKPOINTS = "prefix_replay_checkpoints" not in _MISSING_FIELDS
 
 
 class Aggregation(NamedTuple):
@@ -53,6 +54,7 @@ class KVOutputAggregator(StockAggregator):
         self._loads = Tally()
         self._saves = Tally()
         self._failures = Rounds()
+        self._checkpoints: dict[str, dict[int, Any]] = {}  # of prefix replays: request -> reporter's bit -> its value
         self._kept = _Combined()  # outputs since the last result
         self._salvaged_outputs: list[KVConnectorOutput] = []
         self._salvaged_before = 0
@@ -121,9 +123,27 @@ class KVOutputAggregator(StockAggregator):
                 for request in output.failed_recving:
                     self._failures.count(request, 1 << rank, step)
                 self._failures.trim(but=self._loads.open)
+            if _HAS_CHECKPOINTS and output.prefix_replay_checkpoints:
+                self._note_checkpoints(1 << rank, output.prefix_replay_checkpoints)
             self._kept.add(rank, output)
         if sent or received:
             self._count(sent, received, step)
+
+    def _note_checkpoints(self, reporter: int, checkpoints: Mapping[str, Any]) -> None:
+        """Keep a rank's checkpoints until their requests are received on every expected rank."""
+        for request, checkpoint in checkpoints.items():
+            self._checkpoints.setdefault(request, {})[reporter] = checkpoint
+        while len(self._checkpoints) > MOST:
+            del self._checkpoints[next(iter(self._checkpoints))]
+
+    def _certified(self, received: Iterable[str]) -> dict[str, Any]:
+        """Return the checkpoints of received requests on which every expected rank agrees, and forget all of theirs."""
+        certified = {}
+        for request in received:
+            first, *others = [*self._checkpoints.pop(request, {}).values()] or [None]
+            if first is not None and len(others) + 1 >= self._expected_finished_count:
+                certified.update({request: first} if all(other == first for other in others) else {})
+        return certified
 
     def _count(self, sent: Reports, received: Reports, step: RoundStart) -> None:
         self._kept.sent |= self._saves.count(sent, step)
@@ -141,6 +161,7 @@ class KVOutputAggregator(StockAggregator):
             "kv_connector_worker_meta": combined.meta,
             "invalid_block_ids": combined.invalid,
             "failed_recving": failed,
+            "prefix_replay_checkpoints": self._certified(combined.received) if self._checkpoints else {},
             "expected_finished_count": self._expected_finished_count,
         }
         for name in _MISSING_FIELDS:

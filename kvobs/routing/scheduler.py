@@ -137,6 +137,20 @@ class SchedulerSide:
         self.observer.sourced(choice, num_external_tokens, sources)
         return sources
 
+    def can_load_prefix_replay_checkpoint(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Return the answer of the connector that would load the request; vLLM asks before it allocates."""
+        return self._by_choice("can_load_prefix_replay_checkpoint", request, *args, **kwargs)
+
+    def consume_prefix_replay_checkpoint(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Return the answer of the connector that has loaded the request."""
+        return self._by_choice("consume_prefix_replay_checkpoint", request, *args, **kwargs)
+
+    def _by_choice(self, hook: str, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Call a hook of the chosen connector; without one, return the answer of vLLM's base class."""
+        if (choice := self.ledger.choice(request.request_id)) is None:
+            return getattr(KVConnectorBase_V1, hook)(self.children[0].connector, request, *args, **kwargs)
+        return getattr(self.children[choice], hook)(request, *args, **kwargs)
+
     # The step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 KVConnectorTransferResults = versions.transfer_results()
-UNKNOWN_RESULTS = versions.unknown_results()
+FURTHER_RESULTS = versions.further_results()
 ENDINGS = (ReportKind.RECEIVED, ReportKind.FAILED, ReportKind.SAVED)
 NO_ORDERS = Orders()
 BEGUN_AT_MOST = 10_000  # entries that are never reported must not accumulate
@@ -86,7 +86,7 @@ class WorkerSide:
         self._reports: list[Report] = []
         self._failed_syncs: set[str] = set()
         self._bad_blocks: set[int] = set()  # of these, which are reported by request
-        self._unknown: dict[str, list[Any]] = {}  # further fields of the children's results
+        self._further: dict[str, list[Any]] = {}  # further fields of the children's results
         self.bind()
 
     def bind(self) -> None:
@@ -159,8 +159,8 @@ class WorkerSide:
         for child in self.children:
             finished = self._finished_for(child, finished_req_ids) if may_hide else finished_req_ids
             results = child.get_transfer_results(finished)
-            if UNKNOWN_RESULTS:
-                self._note_unknown(results)
+            if FURTHER_RESULTS:
+                self._note_further(results)
             if results.failed_recving or results.finished_recving or results.finished_sending:
                 owned = self._first_of_owned(child, results.finished_recving)
                 bad = results.failed_recving
@@ -175,10 +175,10 @@ class WorkerSide:
                 self._report(child, ReportKind.SAVED, results.finished_sending)
         # Failures found by the scheduler's side: every rank reports them in the same step.
         ordered = self._orders.failed
-        unknown = {name: agreed(values) for name, values in self._unknown.items()} if self._unknown else {}
-        self._unknown.clear()
+        further = {name: agreed(values) for name, values in self._further.items()} if self._further else {}
+        self._further.clear()
         return KVConnectorTransferResults(
-            finished_recving=received.union(ordered), failed_recving=failed.union(ordered), **unknown
+            finished_recving=received.union(ordered), failed_recving=failed.union(ordered), **further
         )
 
     def _first_of_owned(self, child: Child, requests: set[str]) -> set[str]:
@@ -213,11 +213,11 @@ class WorkerSide:
             finished = finished - hidden
         return self.gates.finished(child.index, finished) if self.gates is not None else finished
 
-    def _note_unknown(self, results: Any) -> None:
-        """Keep further result fields of newer vLLM versions, if they have content."""
-        for name in UNKNOWN_RESULTS:
+    def _note_further(self, results: Any) -> None:
+        """Keep the further fields of a connector's results, if they have content."""
+        for name in FURTHER_RESULTS:
             if value := getattr(results, name):
-                self._unknown.setdefault(name, []).append(value)
+                self._further.setdefault(name, []).append(value)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Collect the children's reports in vLLM before 0.30, which has no ``get_transfer_results``."""

@@ -1,7 +1,7 @@
 """The table of vLLM's connector hooks: the side that calls each, how often, and how the children's answers combine.
 
-Covers vLLM 0.27 to 0.33. Hooks of newer versions reach the children through the routing inherited from vLLM's own
-``MultiConnector``, and are logged once at start.
+Covers vLLM 0.27 to 0.33, and what its main branch has added until November 2026. Hooks of newer versions reach the
+children through the routing inherited from vLLM's own ``MultiConnector``, and are logged once at start.
 """
 
 import dis
@@ -93,6 +93,8 @@ HOOKS: dict[str, Hook] = {
         # Scheduler, per request.
         _rows(_S, _REQUEST, _ROUTED, "on_new_request get_num_new_matched_tokens get_loaded_kv_cache_group_ids"),
         _rows(_S, _REQUEST, _ROUTED, "update_state_after_alloc get_external_cache_hit_sources"),
+        # Of a vLLM after 0.33.
+        _rows(_S, _REQUEST, _ROUTED, "can_load_prefix_replay_checkpoint consume_prefix_replay_checkpoint"),
         _rows(_S, _REQUEST, _ROUTED, "register_finished_partial_tail request_finished request_finished_all_groups"),
         # Scheduler, in the order of a step.
         _rows(_S, _STEP, _ROUTED, "build_connector_meta update_connector_output"),

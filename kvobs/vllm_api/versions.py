@@ -46,8 +46,11 @@ def ignores_answers() -> bool:
 
 # Results of a worker's transfers
 
-RESULT_FIELDS = frozenset({"finished_sending", "finished_recving", "failed_recving"})
-"""The fields of ``KVConnectorTransferResults``, 0.30 to 0.33."""
+READ_RESULTS = frozenset({"finished_sending", "finished_recving", "failed_recving"})
+"""The fields of ``KVConnectorTransferResults`` that the router reads."""
+
+RESULT_FIELDS = READ_RESULTS | {"prefix_replay_checkpoints"}
+"""The fields of ``KVConnectorTransferResults``, 0.30 to 0.33; the last one is newer."""
 
 
 def transfer_results() -> Any:
@@ -66,10 +69,10 @@ def no_results() -> dict[str, Callable[[], Any]]:
     return {} if results is None else {"get_transfer_results": results}
 
 
-def unknown_results() -> tuple[str, ...]:
-    """Return the fields of transfer results that kvobs does not know."""
+def further_results() -> tuple[str, ...]:
+    """Return the fields of transfer results that the router passes on without reading them."""
     results = transfer_results()
-    return () if results is None else tuple(_fields(results) - RESULT_FIELDS)
+    return () if results is None else tuple(_fields(results) - READ_RESULTS)
 
 
 # The workers' output of a step, and its aggregation
@@ -79,9 +82,10 @@ OUTPUT_FIELDS = frozenset(
         *("finished_sending", "finished_recving", "kv_connector_stats", "kv_cache_events", "kv_connector_worker_meta"),
         *("invalid_block_ids", "expected_finished_count"),
         "failed_recving",  # since 0.30
+        "prefix_replay_checkpoints",  # after 0.33
     }
 )
-"""The fields of ``KVConnectorOutput``, 0.27 to 0.33."""
+"""The fields of ``KVConnectorOutput``, 0.27 to 0.33; the last one is newer."""
 
 AGGREGATOR_MEMBERS = frozenset({"from_connector", "aggregate", "ft_defer_kv_connector_outputs"})
 """The public members of vLLM's ``KVOutputAggregator``, 0.27 to 0.33; the last one since 0.33."""

@@ -1,5 +1,6 @@
 """Workers' outputs, combined: against a model, and what is wrong in vLLM's own class, which must fail here."""
 
+import dataclasses
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvobs import faults
 from kvobs.aggregation import aggregator, rank_tally
@@ -326,3 +327,50 @@ def test_the_result_has_the_fields_of_older_hosts(monkeypatch: pytest.MonkeyPatc
 def test_aggregated_output_can_be_pickled() -> None:
     noted = result(KVOutputAggregator(2), *[said(finished_sending={"r"}) for _ in range(2)])
     assert pickle.loads(pickle.dumps(noted)) == noted
+
+
+@dataclasses.dataclass
+class NewerOutput(KVConnectorOutput):
+    """The workers' output of vLLM's main branch."""
+
+    prefix_replay_checkpoints: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setattr(aggregator, "_MISSING_FIELDS", set())
+    monkeypatch.setattr(aggregator, "_HAS_CHECKPOINTS", True)
+    monkeypatch.setattr(aggregator, "KVConnectorOutput", NewerOutput)
+    return lambda received=(), **checkpoints: ModelRunnerOutput(
+        req_ids=[],
+        req_id_to_index={},
+        kv_connector_output=NewerOutput(finished_recving={*received}, prefix_replay_checkpoints=checkpoints),
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "certified"),
+    [
+        ({"r": 48}, {"r": 48}, {"r": 48}), ({"r": 48}, {"r": 32}, {}), ({"r": 48}, {}, {}), ({}, {}, {}),
+        ({"q": 8}, {"q": 8}, {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_checkpoint_is_certified_when_every_rank_agrees(
+    first: dict[str, int], second: dict[str, int], certified: dict[str, int], newer: Callable[..., Any]
+) -> None:
+    """With the request's receipt, which may come in a later step on one rank."""
+    combined: Any = KVOutputAggregator(2)
+    assert result(combined, newer("r", **first), newer()).prefix_replay_checkpoints == {}
+    assert result(combined, newer(), newer("r", **second)).prefix_replay_checkpoints == certified
+    assert result(combined, newer("r"), newer("r")).prefix_replay_checkpoints == {}, "once"
+
+
+def test_checkpoints_that_are_never_received_are_bounded(
+    newer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aggregator, "MOST", 3)
+    combined: Any = KVOutputAggregator(1)
+    for i in range(9):
+        result(combined, newer(**{f"r{i}": i}))
+    assert list(combined._checkpoints) == ["r6", "r7", "r8"]

@@ -6,6 +6,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from kvobs import faults
@@ -14,7 +15,7 @@ from kvobs.schema import signals
 from kvobs.state.events import EVENTS, Observer
 from kvobs.state.transfers import Report, ReportKind
 from kvobs.telemetry.transfers.offers import OfferCounts
-from kvobs.testing import BLOCK, Rig, Script
+from kvobs.testing import BLOCK, Rig, Script, ScriptedConnector
 from kvobs.vllm_api import versions
 from tests.support.probes import counts
 from tests.support.rig import assert_nothing_is_left, counted, started
@@ -234,3 +235,28 @@ def test_cache_that_cannot_be_reset_does_not_end_the_engine(
     announced.rig.run(4)
     assert announced.events[0] == [("sync_loads_failed", ["failed"], [])]
     assert "connector 'two' raised in reset_cache" in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["can_load_prefix_replay_checkpoint", "consume_prefix_replay_checkpoint"])
+@pytest.mark.parametrize("isolate", [[], ["two"]])
+def test_a_prefix_replay_is_the_chosen_connectors(
+    hook: str, isolate: list[str], monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    """vLLM's main branch asks between lookup and allocation, and after the receipt; 0.33 does not have these hooks."""
+    asked: list[Any] = []
+
+    def answer(self: ScriptedConnector, request: Any, *tokens: int) -> bool:
+        asked.append((self.script.tag, request.request_id, *tokens))
+        if isolate:
+            raise OSError("no store")
+        return True
+
+    monkeypatch.setattr(KVConnectorBase_V1, hook, lambda self, request, *tokens: False, raising=False)
+    monkeypatch.setattr(ScriptedConnector, hook, answer, raising=False)
+    b.offers["r"] = (2 * BLOCK, True)
+    rig = Rig("kvobs", a, b, kvobs={"names": ["one", "two"], "isolate": isolate})
+    request = rig.add("r")
+    assert getattr(rig.connector, hook)(request, 0, 32) is False, "nothing is chosen"
+    rig.step()
+    assert bool(getattr(rig.connector, hook)(request, 0, 32)) is (not isolate)
+    assert asked == [("b", "r", 0, 32)]

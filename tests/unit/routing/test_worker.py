@@ -239,7 +239,7 @@ def test_fields_of_a_newer_vllm_are_passed_on(a: Script, b: Script, monkeypatch:
     a.reports[0] = Newer(finished_recving={"r"}, parked={"p"}, note="a note")
     b.reports[0] = Newer(parked={"q"})
     monkeypatch.setattr(worker, "KVConnectorTransferResults", Newer)
-    monkeypatch.setattr(worker, "UNKNOWN_RESULTS", ("parked", "note"))
+    monkeypatch.setattr(worker, "FURTHER_RESULTS", ("parked", "note"))
     assert side.get_transfer_results(set()) == Newer(finished_recving={"r"}, parked={"p", "q"}, note="a note")
     a.reports[0], b.reports[0] = Newer(), Newer()
     assert side.get_transfer_results(set()) == Newer(), "once"

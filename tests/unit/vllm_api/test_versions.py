@@ -33,9 +33,9 @@ def test_a_worker_knows_whether_the_scheduler_is_on_its_host(backend: Any, node:
 
 def test_this_vllm_has_what_the_tables_say() -> None:
     assert versions.transfer_results() is KVConnectorTransferResults
-    assert {field.name for field in dataclasses.fields(KVConnectorTransferResults)} == versions.RESULT_FIELDS
-    assert versions.output_fields() == versions.OUTPUT_FIELDS
-    assert versions.unknown_results() == ()
+    assert {field.name for field in dataclasses.fields(KVConnectorTransferResults)} == versions.READ_RESULTS
+    assert versions.OUTPUT_FIELDS - versions.output_fields() == {"prefix_replay_checkpoints"}
+    assert versions.further_results() == ()
     assert versions.unknown_output_fields() == []
 
 
@@ -44,13 +44,13 @@ def test_before_030_there_are_no_transfer_results(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(base, "KVConnectorTransferResults")
     assert versions.transfer_results() is None
     assert versions.no_results() == {}
-    assert versions.unknown_results() == ()
+    assert versions.further_results() == ()
 
 
-def test_a_new_field_of_the_results_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_field_of_the_results_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     newer = dataclasses.make_dataclass("Newer", ["parked"], bases=(KVConnectorTransferResults,), kw_only=True)
     monkeypatch.setattr(base, "KVConnectorTransferResults", newer)
-    assert versions.unknown_results() == ("parked",)
+    assert versions.further_results() == ("parked",)
 
 
 def test_failed_loads_are_read_where_an_output_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
