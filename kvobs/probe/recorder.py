@@ -222,8 +222,7 @@ class Recorder:
     def take(self) -> Increments:
         """Return the increments since the last call."""
         begin = perf_counter_ns()
-        collected, self.pauses.collected_ns = self.pauses.collected_ns, 0
-        self.count(None, _COLLECTED[self.box.rank is None], collected)
+        self.count(None, _COLLECTED[self.box.rank is None], self.pauses.take_collected_ns())
         counts = self.probe.take(self._first, self._taken)
         calls = sum([n for slot, n in counts.items() if slot in self._call_slots])
         if calls:

@@ -4,8 +4,10 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from threading import Thread
 
 import pytest
@@ -60,6 +62,53 @@ def test_a_call_is_not_slow_because_of_a_collection(rank: int | None, process: s
         assert counts[SLOW] == 2 * is_slow + 1
         assert (counts.get(slot(signals.GC_PAUSES, process), 0) >= collected) is not is_slow
     assert graph
+
+
+class Ended(SystemExit):
+    """Raised by the handler of a signal."""
+
+
+def test_no_signal_that_comes_during_a_collection_is_lost() -> None:
+    """The first Python code after it handles a signal: a callback of the collector would swallow what that raises."""
+    mine, caught, rounds = Pauses(), 0, 300
+    kill = ctypes.PyDLL(None).kill  # in contrast to os.kill it runs no handler
+    kill.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.py_object, ctypes.py_object]
+
+    def end(*_: object) -> None:
+        raise Ended
+
+    before, others = signal.signal(signal.SIGUSR1, end), gc.callbacks[:]  # hypothesis has one in Python
+    gc.disable()
+    gc.callbacks[:] = [partial(kill, os.getpid(), signal.SIGUSR1), mine.collects]
+    try:
+        for _ in range(rounds):
+            try:
+                gc.collect(0)
+            except Ended:
+                caught += 1
+    finally:
+        gc.callbacks[:] = others
+        gc.enable()
+        signal.signal(signal.SIGUSR1, before)
+    assert caught == rounds
+    assert mine.take_collected_ns() > 0 == mine.take_collected_ns()
+
+
+def test_no_collection_is_lost_or_counted_twice_by_threads() -> None:
+    mine, taken, n = Pauses(), list[int](), 10_000
+    threads = [Thread(target=lambda: taken.extend(mine.take_collected_ns() for _ in range(n))) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(n):
+            mine._unread.append((1, 2))
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert sum(taken) + mine.take_collected_ns() == n
 
 
 def test_the_callback_is_there_once_and_goes_with_the_last_process_of_an_engine() -> None:
