@@ -4,8 +4,9 @@ Each process of an engine writes one page of shared memory with plain stores, al
 is held, and after the process is gone. It has single words, two marks for each call, the process's counts, and a ring
 of the last calls. Times are ns of the monotonic clock, which all processes of a machine share.
 
-A call's marks are its begin, and the begin of the last one that ended: while they differ it is in progress. The layer
-hooks, called hundreds of times per step, mark their begin only, and the end of the last layer.
+A call's marks are the last begin, and the latest begin of a call that ended: it is in progress while the first is
+later. Of calls that overlap, on two threads or within each other, the one that began last is seen. The layer hooks,
+called hundreds of times per step, mark their begin only, and the end of the last layer.
 """
 
 from __future__ import annotations
@@ -311,7 +312,7 @@ class Page:
         for at in range(_MARKS, len(words), 2):
             name, hook = self._call(at)
             if hook not in _LAYER_HOOKS:
-                key, is_in_progress = at, words[at] != words[at + 1]
+                key, is_in_progress = at, words[at] > words[at + 1]
             else:  # of a fan-out only the call that began last is in progress
                 key = BlackBox.fan_outs(hook)
                 is_in_progress = words[at] > max(words[key + 1], found[key].since_ns if key in found else 0)

@@ -81,7 +81,7 @@ static int is_within(Probe *p, Py_ssize_t at, Py_ssize_t words) {
 
 typedef struct {
     PyObject *call, *notice, *failed;
-    int64_t *begun;     /* its begin, then, if it is timed, the begin of the last one that ended */
+    int64_t *begun;     /* the last begin, then, if it is timed, the latest begin of a call that ended */
     int64_t *histogram;
     int64_t noticed_ns; /* a longer one is handed to `notice`, which returns the time to count */
     int64_t what;       /* of its record in the ring */
@@ -95,31 +95,56 @@ typedef struct {
     Target *targets;
 } Calls;
 
-static inline void count(const Probe *p, const Target *t, int64_t begin, int64_t spent, PyObject *args) {
+/* Report an exception of kvobs's own; return -1 with any other, such as the SystemExit that a signal's handler raises in
+ * the first Python code after it. */
+static int report(PyObject *raised_by) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
+    PyErr_WriteUnraisable(raised_by);
+    return 0;
+}
+
+static PyObject *subject_of(PyObject *args) { return PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : Py_None; }
+
+static inline int count(const Probe *p, const Target *t, int64_t begin, int64_t spent, PyObject *args) {
+    int counted = 0;
     if (UNLIKELY(spent > t->noticed_ns)) {
-        PyObject *subject = PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : Py_None;
-        PyObject *ran = PyObject_CallFunction(t->notice, "LLO", (long long)begin, (long long)spent, subject);
+        PyObject *ran = PyObject_CallFunction(t->notice, "LLO", (long long)begin, (long long)spent, subject_of(args));
         int64_t ns = ran ? PyLong_AsLongLong(ran) : -1;
         Py_XDECREF(ran);
         if (PyErr_Occurred())
-            PyErr_WriteUnraisable(t->notice);
+            counted = report(t->notice);
         else
             spent = ns;
     }
     observe(p->bucket, p->sum, t->histogram, spent);
+    return counted;
 }
 
-/* Hand an exception to `failed`, and let it go on untouched. */
+/* Hand an exception to `failed`, and let it go on untouched; what ends the process goes on instead. */
 static void fail(const Target *t, int64_t begin, int64_t spent, PyObject *args) {
-    PyObject *type, *error, *trace;
+    PyObject *type, *error, *trace, *handled = PyErr_GetHandledException();
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
     if (trace) PyException_SetTraceback(error, trace);
-    PyObject *subject = PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : Py_None;
-    PyObject *done = PyObject_CallFunction(t->failed, "LLOO", (long long)begin, (long long)spent, error, subject);
-    if (!done) PyErr_WriteUnraisable(t->failed);
+    PyErr_SetHandledException(error); /* the context of what is raised now, as in an except block */
+    PyObject *done =
+        PyObject_CallFunction(t->failed, "LLOO", (long long)begin, (long long)spent, error, subject_of(args));
+    int counted = done ? 0 : report(t->failed);
     Py_XDECREF(done);
-    PyErr_Restore(type, error, trace);
+    PyErr_SetHandledException(handled);
+    Py_XDECREF(handled);
+    if (counted == 0) {
+        PyErr_Restore(type, error, trace);
+        return;
+    }
+    Py_DECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+}
+
+/* Mark that a call has ended: one that began later, on another thread or within it, may have ended before. */
+static inline void mark_end(const Target *t, int64_t begin) {
+    if (begin > t->begun[1]) t->begun[1] = begin;
 }
 
 static PyObject *call_one(Calls *self, PyObject *args, PyObject *keywords) {
@@ -129,12 +154,12 @@ static PyObject *call_one(Calls *self, PyObject *args, PyObject *keywords) {
     int64_t spent = now_ns(self->probe) - begin;
     if (UNLIKELY(!answer)) {
         fail(t, begin, spent, args);
-        t->begun[1] = begin;
+        mark_end(t, begin);
         return NULL;
     }
     keep(self->probe, begin, spent, t->what);
-    t->begun[1] = begin;
-    count(self->probe, t, begin, spent, args);
+    mark_end(t, begin);
+    if (UNLIKELY(count(self->probe, t, begin, spent, args) < 0)) Py_CLEAR(answer);
     return answer;
 }
 
@@ -151,7 +176,10 @@ static PyObject *call_each(Calls *self, PyObject *args, PyObject *keywords) {
             return NULL;
         }
         Py_DECREF(answer);
-        count(self->probe, t, begin, now - begin, args);
+        if (UNLIKELY(count(self->probe, t, begin, now - begin, args) < 0)) {
+            self->fan_outs[1] = now;
+            return NULL;
+        }
         begin = now;
     }
     add(&self->fan_outs[0], 1);

@@ -24,11 +24,13 @@ class Target(NamedTuple):
 
     call: Call
     begun: int
-    """Position of its marks: its begin, and the begin of the last one that ended."""
+    """Position of its marks: the last begin, and the latest begin of a call that ended."""
     histogram: int
     noticed_ns: int
     notice: Callable[[int, int, Any], int]
-    """Gets begin, duration and first argument of a call longer than ``noticed_ns``; returns the duration to count."""
+    """Gets begin, duration and first argument of a call longer than ``noticed_ns``; returns the duration to count.
+
+    What it or ``failed`` raises goes on to the caller if it is no ``Exception``: it may be a signal's."""
     failed: Callable[[int, int, BaseException, Any], None]
     """Gets begin, duration, exception and first argument of a call that raised, and counts it."""
 
@@ -110,22 +112,27 @@ class PureProbe(Probe):
         words, ended, following, first, last = self.words, begun + 1, self._next, self._ring, self._last
         bucket, total, short_ns = self._buckets, histogram + self._total, min(self._short_ns, noticed_ns)
         clock, what = self._clock, pack(begun)
+        latest = 0  # as words[ended], which takes longer to read
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal latest
             start = words[begun] = clock()
             try:
-                answer = call(*args, **kwargs)
-            except BaseException as error:
-                failed(start, clock() - start, error, args[0] if args else None)
-                words[ended] = start
-                raise
-            spent = clock() - start
-            at = following[0]  # as in `note`, which would cost as much as all of this
-            following[0] = at + WORDS if at <= last else first
-            words[at] = start
-            words[at + 1] = spent
-            words[at + 2] = what
-            words[ended] = start
+                try:
+                    answer = call(*args, **kwargs)
+                except BaseException as error:
+                    failed(start, clock() - start, error, args[0] if args else None)
+                    raise
+                spent = clock() - start
+                at = following[0]  # as in `note`, which would cost as much as all of this
+                following[0] = at + WORDS if at <= last else first
+                words[at] = start
+                words[at + 1] = spent
+                words[at + 2] = what
+            finally:  # a signal may end this between any two lines
+                # A call that began later, on another thread or within this one, may have ended before.
+                if start > latest:
+                    words[ended] = latest = start
             if spent <= short_ns:
                 words[histogram] += 1
             else:
@@ -155,7 +162,7 @@ class PureProbe(Probe):
         def failed(scope: dict[str, Any], error: BaseException) -> None:
             """Count the calls of a fan-out that an exception ended."""
             begins = [scope[f"t{i}"] for i in range(len(targets)) if f"t{i}" in scope]
-            words[fan_outs + 1] = end = clock()
+            end = clock()
             count(begins, scope[arguments[0]])
             targets[len(begins) - 1].failed(begins[-1], end - begins[-1], error, scope[arguments[0]])
 
@@ -245,7 +252,8 @@ def _source(arguments: Sequence[str], begun: Sequence[int], ended: int, short_ns
     lines += [
         f"            words[{ended}] = t{n} = clock()",
         "        except BaseException as error:",
-        "            failed(locals(), error)",
+        "            try: failed(locals(), error)",
+        f"            finally: words[{ended}] = clock()",  # a signal may end that before its first line
         "            raise",
         f"        if t{n} - t0 > {short_ns}: ended(({''.join(f't{i}, ' for i in range(n + 1))}), {arguments[0]})",
         "        else:",

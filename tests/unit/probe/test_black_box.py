@@ -4,7 +4,9 @@ import logging
 import os
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -99,6 +101,36 @@ def test_a_layer_hooks_call_in_progress_is_that_of_the_connector_that_is_in_it(k
         layers.fan_out(*ARGUMENTS[hook])
     assert seen == [[(name, hook)] for name in NAMES] * 2
     assert read()[0].calls() == []
+
+
+class Call(Thread):
+    """A call on its own thread, which ends when it may."""
+
+    def __init__(self, timed: Callable[[Any], object]) -> None:
+        super().__init__(target=lambda: timed(self))
+        self.begun, self.may_end = Event(), Event()
+
+    def act(self) -> None:
+        self.begun.set()
+        self.may_end.wait()
+
+
+@each_probe
+@pytest.mark.parametrize(("order", "seen"), [("ABab", [1, 1, 1, 0]), ("ABba", [1, 1, 0, 0]), ("AaBb", [1, 0, 1, 0])])
+def test_calls_that_overlap_leave_none_in_progress(kind: Kind, order: str, seen: list[int]) -> None:
+    """Each begins and ends on its thread; the one that began last is seen."""
+    timed = recorder_of(kind, 2, names=NAMES, box=begin()).timed(0, "wait_for_save", Call.act)
+    calls, found = {name: Call(timed) for name in "AB"}, list[int]()
+    for each in order:
+        call = calls[each.upper()]
+        if each.isupper():
+            call.start()
+            call.begun.wait()
+        else:
+            call.may_end.set()
+            call.join()
+        found.append(len(read()[0].calls()))
+    assert found == seen
 
 
 def raising(recorder: Recorder, child: int, error: Exception) -> None:

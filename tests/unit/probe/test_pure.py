@@ -1,11 +1,16 @@
 """Both probes count the same, whatever is called; vLLM and a connector call each other as if there were none."""
 
+import ctypes
 import gc
+import os
+import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from asyncio import CancelledError
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,6 +18,7 @@ import pytest
 from hypothesis import example, given
 
 from kvobs.probe.layer_calls import ARGUMENTS, WAITS, LayerCall, LayerCalls
+from kvobs.probe.pure import Target
 from kvobs.probe.recorder import SUM
 from kvobs.schema.signals import LOOKUPS, slot
 from tests.support.probes import PROBES, Kind, each_probe, recorder_of
@@ -81,6 +87,7 @@ class Engine:
 
 
 @given(st.lists(calls | layers | others, max_size=25))
+@example([("call", "get_finished", 1, 2, "calls again")])
 @example([("layers", "save_kv_layer", QUICK, False), ("layers", "save_kv_layer", [*QUICK[1:], LATE], True)])
 def test_both_count_the_same(program: list[Any]) -> None:
     stories, pages = [], []
@@ -93,6 +100,8 @@ def test_both_count_the_same(program: list[Any]) -> None:
                 engine.run(*step)
         stories.append(sorted(map(repr, engine.story)))  # slow layers are noticed at once, or after the last one
         box = engine.recorder.box
+        for at in [box.marks(i, hook) for hook in STEP_HOOKS for i in range(CONNECTORS)]:
+            assert box.words[at] <= box.words[at + 1], "no call is in progress, though one may be within another"
         pages.append((box.words[box.counts : box.ring].tolist(), box.words[: box.marks(0, STEP_HOOKS[0])].tolist()[8:]))
     assert stories[0] == stories[1]
     assert pages[0] == pages[1]
@@ -174,6 +183,65 @@ def test_calls_leave_no_reference(kind: Kind) -> None:
         assert [n - m for n, m in zip(after[:3], before[:3], strict=True)] == [0, 0, 0]
         nones.append(abs(after[3] - before[3]))
     assert min(nones) < 50, "of None: a leak is in each round, what other threads hold is not"
+
+
+class Signalled(SystemExit):
+    """Raised by the handler of a signal, as by vLLM's of SIGTERM."""
+
+
+@pytest.fixture
+def signals_raise() -> Iterator[None]:
+    def handle(*_: object) -> None:
+        raise Signalled
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@each_probe
+@pytest.mark.parametrize("has_failed", [False, True])
+@pytest.mark.parametrize("hook", ["get_finished", *ARGUMENTS])
+@pytest.mark.usefixtures("signals_raise")
+def test_no_signal_is_lost_while_a_call_is_counted(kind: Kind, hook: str, has_failed: bool) -> None:
+    """The first Python code after it handles a signal: here what a slow or failed call is handed to."""
+    recorder, arguments = recorder_of(kind, 2, -1), ARGUMENTS.get(hook, ("request",))
+    connector = ctypes.PyDLL(None)["kill"]  # without Python code; in contrast to os.kill it runs no handler
+    connector.argtypes = [ctypes.c_int, ctypes.c_int, *[ctypes.py_object] * len(arguments)]
+    if has_failed:
+        connector.restype = dict[int, int]().__getitem__
+    call = partial(connector, os.getpid(), signal.SIGUSR1)
+    timed = recorder.timed(0, hook, call)
+    if hook in ARGUMENTS:
+        timed = LayerCalls(hook, [LayerCall(0, lambda *_: None), LayerCall(1, call)], recorder).fan_out
+    for _ in range(200):
+        with pytest.raises(Signalled) as raised:
+            timed(*arguments)
+        assert isinstance(raised.value.__context__, KeyError) is has_failed
+    begun = recorder.box.marks(hook in ARGUMENTS, hook)
+    ended = recorder.box.fan_outs(hook) + 1 if hook in ARGUMENTS else begun + 1
+    assert 0 < recorder.words[begun] <= recorder.words[ended], "it is not in progress"
+
+
+@each_probe
+@pytest.mark.parametrize("has_failed", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), GeneratorExit(), CancelledError()], ids=repr)
+def test_what_ends_the_process_passes(kind: Kind, error: BaseException, has_failed: bool) -> None:
+    probe = kind(memoryview(bytearray(8000)).cast("q"), 900, bytes(65), 12)
+
+    def ends(*_: object) -> int:
+        raise error
+
+    for call in (probe.timed(*(target := Target({}.__getitem__ if has_failed else str, 0, 10, -1, ends, ends))),
+                 probe.fan_out((target,) * 2, 40, ("key",))):  # fmt: skip
+        before = sys.getrefcount(error)
+        for _ in range(100):
+            with pytest.raises(type(error)) as raised:
+                call("key")
+            assert raised.value is error
+            error.__traceback__ = error.__context__ = None
+        del raised
+        assert sys.getrefcount(error) <= before
 
 
 @pytest.mark.parametrize(
