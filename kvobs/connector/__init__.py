@@ -21,9 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvobs.aggregation import aggregator
 from kvobs.connector import wiring
 from kvobs.connectors import configured
-from kvobs.connectors.child import build
+from kvobs.connectors.child import build, shut_down
 from kvobs.connectors.configured import all_support_hma, read_specs, required_layout
 from kvobs.connectors.fanout import hooks_of, own_attribute
+from kvobs.probe.black_box import STOPS
 from kvobs.probe.pure import Call
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.routing.worker import WorkerSide
@@ -77,12 +78,22 @@ class MultiConnector(stock.MultiConnector):
         built = recorders.build(configuration.names, options, vllm_config, tracing, rank)
         activated = built.traces.activated if built.traces is not None else None
         children = build(vllm_config, role, kv_cache_config, specs, built.recorder, activated=activated)
+        try:
+            parts = wiring.Parts(children, built, validated, vllm_config, kv_cache_config)
+            self._set_up(parts, tracing, is_scheduler=is_scheduler)
+        except BaseException as error:
+            error.add_note("while kvobs was set up; its connectors have been shut down")
+            shut_down(children)
+            raise
+
+    def _set_up(self, parts: wiring.Parts, tracing: TracingSettings | None, *, is_scheduler: bool) -> None:
+        """Build the side of this role on the connectors, and bind its hooks."""
+        children, configuration = parts.children, parts.validated.configuration
         # Read by inherited code and by vLLM: the real connectors, and which one loads a request.
         self._connectors = [child.connector for child in children]
-        self._ktc_kv_transfer_config = [spec.transfer_config for spec in specs]
+        self._ktc_kv_transfer_config = [spec.transfer_config for spec in parts.validated.specs]
         self._extra_async_saves: dict[str, int] = {}
         self._requests_to_connector: Any = {}
-        parts = (children, built, validated, vllm_config, kv_cache_config)
         self._children = children
         self._side: SchedulerSide | WorkerSide
         self._telemetry: SchedulerTelemetry | WorkerTelemetry
@@ -94,7 +105,8 @@ class MultiConnector(stock.MultiConnector):
             self._side, self._telemetry = side, telemetry
             self._requests_to_connector = Choices(side.ledger)
             if "aggregator" not in configuration.stock:
-                self.aggregation = aggregator.Aggregation(options.stuck_after_s, telemetry.note_in_aggregator)
+                stuck_after_s = configuration.options.stuck_after_s
+                self.aggregation = aggregator.Aggregation(stuck_after_s, telemetry.note_in_aggregator)
                 aggregator.install()
         else:
             self._side, self._telemetry, self._bind = wiring.worker_side(*parts)
@@ -132,7 +144,8 @@ class MultiConnector(stock.MultiConnector):
 
     def shutdown(self) -> None:
         """End the connectors, and then what observes them."""
-        is_well = not isinstance(sys.exception(), Exception)  # vLLM also calls it while an error ends the engine
+        error = sys.exception()  # vLLM also calls this while one ends the engine
+        is_well = error is None or isinstance(error, STOPS)
         try:
             self._call_first("shutdown")
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -59,6 +59,16 @@ if TYPE_CHECKING:
 
 Bind = Callable[[], Mapping[str, Call]]
 """Bind a side to the hooks that each connector implements now; return the fan-outs of the hooks of layers."""
+
+
+class Parts(NamedTuple):
+    """What both sides are built of."""
+
+    children: Sequence[Child]
+    recorders: Recorders
+    validated: Validated
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig | None
 
 
 def scheduler_side(

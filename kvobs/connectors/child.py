@@ -14,6 +14,7 @@ from kvobs import faults
 from kvobs.connectors.gate import Gate
 from kvobs.connectors.specs import ChildSpec
 from kvobs.log import line, log
+from kvobs.probe.black_box import STOPS
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCall
 from kvobs.probe.pure import Call
 from kvobs.probe.recorder import Recorder
@@ -164,13 +165,20 @@ def build(
             built.append(Child(spec.index, spec.name, connector, recorder, activated, gate, sides))
     except BaseException as error:
         error.add_note(f"while building connector {specs[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
-        for child in built:
-            try:
-                child.connector.shutdown()
-            except Exception:
-                log.exception("connector %r failed to shut down after another connector could not be built", child.name)
+        shut_down(built)
         raise
     return tuple(built)
+
+
+def shut_down(children: Sequence[Child]) -> None:
+    """End the connectors of a start that has failed, and log what they raise."""
+    for child in children:
+        try:
+            child.connector.shutdown()
+        except STOPS:
+            raise
+        except BaseException:
+            log.exception("connector %r failed to shut down after the start had failed", child.name)
 
 
 def _build_one(

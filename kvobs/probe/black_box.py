@@ -43,6 +43,8 @@ SCHEDULER = "scheduler"
 SUFFIX = ".page"
 SURVIVED = frozenset({"reset_cache", "shutdown", "unregister_kv_caches", "restore_kv_caches"})
 """Hooks after whose exceptions the engine goes on, since vLLM returns them to its caller, or was ending anyway."""
+STOPS = (SystemExit, KeyboardInterrupt)
+"""What handlers of signals raise, and ``sys.exit``: the process was asked to end. Others may be no ``Exception``."""
 
 _HEAD = struct.Struct("<8sII")  # magic, version, length of the description as JSON
 _WORD = 8
@@ -140,7 +142,7 @@ class BlackBox:
 
     def raised(self, child: int, hook: str, error: BaseException) -> None:
         """Note the exception of a call if it ends the engine, and log that before vLLM gets it."""
-        if not isinstance(error, Exception) or child in self._contained or hook in SURVIVED or _was_unwinding(error):
+        if isinstance(error, STOPS) or child in self._contained or hook in SURVIVED or _was_unwinding(error):
             return
         name = type(error).__qualname__
         bytes_, at = self.words.cast("B"), RAISED_CLASS * _WORD

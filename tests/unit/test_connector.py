@@ -1,9 +1,11 @@
 """The class that vLLM sees: its identity, its roles, and what a newer vLLM's hooks do."""
 
 import inspect
+from asyncio import CancelledError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -136,7 +138,15 @@ def test_a_rank_is_one_of_its_engine(rank: int, own: int, a: Script) -> None:
     assert worker._side.rank == own
 
 
-@pytest.mark.parametrize(("error", "is_well"), [(None, True), (SystemExit, True), (RuntimeError, False)])
+class PanicException(BaseException):
+    """Raised by Rust, through pyo3."""
+
+
+ENDS = [(None, True), (SystemExit, True), (KeyboardInterrupt, True)]
+ENDS += [(error, False) for error in (RuntimeError, PanicException, CancelledError, GeneratorExit)]
+
+
+@pytest.mark.parametrize(("error", "is_well"), ENDS)
 def test_recording_ends_after_the_connectors(
     error: type[BaseException] | None, is_well: bool, a: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +169,25 @@ def test_recording_ends_after_the_connectors(
         end()
     assert a.called("shutdown")
     assert ended == [RequestLog, Collector, {"is_well": is_well}, *([BlackBox] if is_well else [])]
+
+
+@pytest.mark.parametrize("stuck", [RuntimeError("stuck"), PanicException("stuck"), None], ids=repr)
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_connectors_are_ended_if_their_wiring_fails(
+    role: KVConnectorRole, stuck: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = Script("a"), Script("b")
+    if stuck is not None:
+        a.raises["shutdown"] = stuck  # hides nothing
+    monkeypatch.setattr("kvobs.connector.hooks_of", Mock(side_effect=LookupError("a new hook")))
+    transfer = transfer_config("kvobs", [child_config(a), child_config(b)], {"names": ["one", "two"]})
+    config = engine_config(transfer, 1, 0)
+    with pytest.raises(LookupError, match="a new hook") as error:
+        kvobs.MultiConnector(config, role, cache_config())
+    assert a.called("shutdown") == b.called("shutdown") == [None]
+    assert error.value.__notes__ == ["while kvobs was set up; its connectors have been shut down"]
+    texts = [record.getMessage() for record in caplog.records if record.exc_info]
+    assert texts == ["connector 'one' failed to shut down after the start had failed"] * (stuck is not None)
 
 
 @pytest.mark.parametrize("side", [Side.SCHEDULER, Side.WORKER])

@@ -4,6 +4,7 @@ import logging
 import os
 import stat
 import time
+from asyncio import CancelledError
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
@@ -79,6 +80,9 @@ def test_an_exception_of_an_isolated_connector_or_of_a_reset_ends_nothing(caplog
         box.raised(child, hook, error)
         assert read()[0].raised() is None
     assert "ends the engine" not in caplog.text
+    box.raised(0, "start_load_kv", CancelledError())
+    raised = read()[0].raised()
+    assert (raised and raised.error) == "CancelledError", "nor is it an Exception, as pyo3's PanicException"
     box.raised(0, "wait_for_save", OSError())
     raised = read()[0].raised()
     assert raised is not None
