@@ -5,7 +5,7 @@ An error is counted by place, logged once per place, and re-raised only under py
 
 import logging
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -17,7 +17,7 @@ from kvobs.schema.signals import Where
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_counts: Counter[str] = Counter()
+_counts: defaultdict[str, int] = defaultdict(int)  # `+=` changes no threads here, with a Counter it may
 
 
 def contain(where: Where) -> None:
@@ -62,6 +62,4 @@ def are_waiting() -> bool:
 
 def take() -> dict[str, int]:
     """Return this process's errors since the last call, by place; the caller must report them."""
-    counts = dict(_counts)
-    _counts.clear()
-    return counts
+    return {where: _counts.pop(where) for where in list(_counts)}  # each at once: another thread may count meanwhile

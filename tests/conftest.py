@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 # `make test &` in a script: a shell has such a command ignore Ctrl-C, and so would all that the tests start.
@@ -66,6 +67,15 @@ def _one_thread() -> None:
 def in_production(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contain kvobs's own faults; under pytest they are raised on."""
     monkeypatch.setattr(faults, "is_under_pytest", lambda: False)
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Let threads take turns as often as the interpreter can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from time import perf_counter_ns
@@ -88,7 +89,9 @@ class Recorder:
         listener: CallListener | None = None,
         box: BlackBox | None = None,
     ) -> None:
-        self._opened: dict[tuple[str | int, ...], int] = {}
+        # With a defaultdict no other thread runs within `+=`. It is never replaced, since others may be adding to it.
+        self._opened: defaultdict[tuple[str | int, ...], int] = defaultdict(int)
+        self._opened_before: dict[tuple[str | int, ...], int] = {}  # when it was taken
         self._gauges: dict[int, int] = {}
         self._changed_gauges: dict[int, int] = {}
         once = Cadence.ONCE
@@ -126,7 +129,7 @@ class Recorder:
     def count_open(self, child: int, signal: Signal, *values: str, n: int = 1) -> None:
         """Add to a series whose label values are known at run time only."""
         key: tuple[str | int, ...] = (signal.name, child, *values)
-        self._opened[key] = self._opened.get(key, 0) + n
+        self._opened[key] += n
 
     @contained("record")
     def set_gauge(self, child: int | None, slot: int, value: int) -> None:
@@ -227,8 +230,9 @@ class Recorder:
         calls = sum([n for slot, n in counts.items() if slot in self._call_slots])
         if calls:
             counts[_RECORD] = counts.get(_RECORD, 0) + int(calls * cost_of_recording())
-        taken, self._opened = self._opened, dict.fromkeys(self._opened, 0)
-        opened = [[*key, n] for key, n in list(taken.items()) if n]  # a copy: another thread may add one
+        before, self._opened_before = self._opened_before, dict(self._opened)
+        grown = [(key, n - before.get(key, 0)) for key, n in self._opened_before.items()]
+        opened = [[*key, n] for key, n in grown if n]
         gauges, self._changed_gauges = self._changed_gauges, {}
         self.count(None, _FLUSH, perf_counter_ns() - begin)  # sent with the next
         return Increments(counts, opened, gauges)

@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -28,6 +29,17 @@ def test_fault_is_contained_counted_by_place_and_logged_once(caplog: pytest.LogC
     assert faults.take() == {"record": 2, "apply": 1}
     assert (faults.are_waiting(), faults.take()) == (False, {})
     assert faults.contained("record")(fail).__name__ == "fail"
+
+
+@pytest.mark.usefixtures("in_production", "hasty_threads")
+def test_no_fault_is_lost_while_they_are_taken() -> None:
+    threads = [Thread(target=lambda: [fail("record") for _ in range(100_000)]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    counted = 0
+    while any(thread.is_alive() for thread in threads):
+        counted += faults.take().get("record", 0)
+    assert counted + faults.take().get("record", 0) == 200_000
 
 
 @pytest.mark.usefixtures("in_production")

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -94,20 +93,16 @@ def test_no_signal_that_comes_during_a_collection_is_lost() -> None:
     assert mine.take_collected_ns() > 0 == mine.take_collected_ns()
 
 
+@pytest.mark.usefixtures("hasty_threads")
 def test_no_collection_is_lost_or_counted_twice_by_threads() -> None:
     mine, taken, n = Pauses(), list[int](), 10_000
     threads = [Thread(target=lambda: taken.extend(mine.take_collected_ns() for _ in range(n))) for _ in range(2)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for _ in range(n):
-            mine._unread.append((1, 2))
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    for thread in threads:
+        thread.start()
+    for _ in range(n):
+        mine._unread.append((1, 2))
+    for thread in threads:
+        thread.join()
     assert sum(taken) + mine.take_collected_ns() == n
 
 

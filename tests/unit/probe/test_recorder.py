@@ -164,6 +164,18 @@ def test_two_threads_lose_nothing(kind: Kind) -> None:
     assert found[len(CALL_DURATION.bounds) + 1] == mine.words[mine.calls(0, HOOK) + SUM]
 
 
+@pytest.mark.usefixtures("hasty_threads")
+def test_errors_of_two_threads_are_counted_once() -> None:
+    mine, counted = Recorder(1), 0
+    labels = signals.CALL_ERRORS, HOOK, "OSError"
+    threads = [threading.Thread(target=lambda: [mine.count_open(0, *labels) for _ in range(50_000)]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        counted += sum(row[-1] for row in mine.take().opened)
+    assert counted + sum(row[-1] for row in mine.take().opened) == 100_000
+
+
 counted = st.tuples(st.integers(0, 2), st.integers(0, CHILD_WIDTH - 1), st.integers(0, 1000))
 
 
