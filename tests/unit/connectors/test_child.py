@@ -20,6 +20,7 @@ from kvobs.probe.recorder import SUM, Recorder
 from kvobs.schema.signals import KV_EVENTS, is_timed, locate, place, slot
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api.hooks import HOOKS, Cadence, is_empty
+from kvobs.vllm_api.versions import hooks
 from tests.engine.children_stats import IdleChild
 from tests.support.probes import counts
 from tests.support.rig import child_config
@@ -123,7 +124,7 @@ def test_other_names_than_hooks_are_no_attributes(name: str) -> None:
     assert not hasattr(Child(0, "bare", Bare(), Recorder(1)), name)
 
 
-ABOUT_A_REQUEST = [hook.name for hook in HOOKS.values() if hook.cadence is Cadence.REQUEST]
+ABOUT_A_REQUEST = [hook.name for hook in HOOKS.values() if hook.cadence is Cadence.REQUEST and hook.name in hooks()]
 
 
 @pytest.mark.parametrize("name", ABOUT_A_REQUEST)
