@@ -153,7 +153,7 @@ def _bytes() -> Panel:
             "Bytes loaded per second over all ranks.",
             "A plateau together with rising durations: the link or store is saturated.",
             "Compare with the bandwidth of the link or store.",
-            "Bytes are tokens times their size in the KV cache; a connector may transfer more or fewer.",
+            "Bytes are those of the KV cache blocks that are filled; a connector may transfer more or fewer.",
         ),
         of_connector(SELECTION.rate(signals.LOAD_BYTES, "connector")),
         unit="Bps",

@@ -11,7 +11,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from kvobs.connectors.block_copies import BlockCopies
 from kvobs.connectors.child import Child
 from kvobs.connectors.fanout import own_methods
-from kvobs.connectors.specs import between_engines, load_ends_save, record_sizes
+from kvobs.connectors.specs import StoreSizes, between_engines, load_ends_save
 from kvobs.connectors.sync_loads import Conditions
 from kvobs.connectors.validation import Validated
 from kvobs.export.feed import Feed, feed_of
@@ -31,7 +31,7 @@ from kvobs.routing.worker import WorkerSide
 from kvobs.routing.worker_isolation import WorkerGates
 from kvobs.schema import __version__
 from kvobs.schema.config import STOCK_VARIABLE
-from kvobs.state.cache_layout import CacheLayout
+from kvobs.state.cache_layout import CacheLayout, bytes_of_blocks, layers_differ
 from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import InProgress
@@ -86,8 +86,6 @@ def scheduler_side(
     names, groups, parallel = validated.configuration.names, groups_of(kv_cache_config), vllm_config.parallel_config
     reporting = reporting_ranks(vllm_config)
     layout = CacheLayout.of(groups, parallel.world_size, getattr(parallel, "decode_context_parallel_size", 1))
-    copies = getattr(kv_cache_config, "kv_tp_replicas", 1)
-    record_sizes(recorder, specs, layout.bytes_per_token, parallel.world_size, copies)
     isolates = any(child.gate is not None for child in children)
 
     ledger = Ledger([child.index for child in children if load_ends_save(child.connector)])
@@ -105,7 +103,8 @@ def scheduler_side(
     warnings = SyncLoadWarnings(validated.unsafe) if validated.unsafe else None
     share = options.verify.share
     sample = BlockSample(share, layout, prompt_sizes[0], reporting) if share is not None else None
-    observer = Composed([*followers, reuse, gains, open_transfers, warnings, sample])
+    sizes = StoreSizes(recorder, specs, parallel.world_size, getattr(kv_cache_config, "kv_tp_replicas", 1))
+    observer = Composed([*followers, reuse, gains, open_transfers, warnings, sample, sizes])
     feed = feed_of(vllm_config, specs, options, tracing)
     collector = _collector(children, recorders, feed)
     telemetry = SchedulerTelemetry(recorders, collector, gains, open_transfers, feed=feed, sample=sample)
@@ -172,7 +171,9 @@ def worker_side(
     blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
     is_stock = "block_copy" in validated.configuration.stock
     verifier = _verifier(recorders, validated, vllm_config, kv_cache_config)
-    rank = rank_of(vllm_config)
+    rank, groups = rank_of(vllm_config), groups_of(kv_cache_config)
+    # A pipeline stage has its own layers.
+    has_own_bytes = vllm_config.parallel_config.pipeline_parallel_size > 1 or layers_differ(groups)
     host = HostFeed(vllm_config, validated.configuration.options, recorders.recorder.box, rank)
     collector = _collector(children, recorders)
     telemetry = WorkerTelemetry(recorders, collector, verifier, host)
@@ -184,12 +185,13 @@ def worker_side(
     side = WorkerSide(
         children=children,
         rank=rank,
-        ids_are_unique=len(groups_of(kv_cache_config)) <= 1,
+        ids_are_unique=len(groups) <= 1,
         copies=BlockCopies(recorders.recorder, blocks, is_stock=is_stock),
         waits=stalls(),
         gates=WorkerGates(children) if any(child.gate is not None for child in children) else None,
         observer=telemetry,
         stats=telemetry,
+        block_bytes=bytes_of_blocks(groups) if has_own_bytes else (),
     )
 
     def bind() -> Mapping[str, Call]:

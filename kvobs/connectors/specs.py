@@ -7,14 +7,15 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvobs.faults import contained
 from kvobs.schema import signals
+from kvobs.state.events import Observer
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     from kvobs.probe.recorder import Recorder
+    from kvobs.state.cache_layout import CacheLayout
 
 BETWEEN_ENGINES = ("NixlBaseConnector", "NixlConnector", "MooncakeConnector", "P2pNcclConnector", "MoRIIOConnector")
 HAND_OFF = dict.fromkeys(BETWEEN_ENGINES, "hands KV over to another engine")
@@ -86,19 +87,27 @@ def name_among(connector_class: type, names: Container[str]) -> str | None:
     return next((base.__name__ for base in connector_class.__mro__ if base.__name__ in names), None)
 
 
-@contained("record")
-def record_sizes(
-    recorder: Recorder, specs: Sequence[ChildSpec], bytes_per_token: float, ranks: int, copies: int
-) -> None:
-    """Record how many tokens each connector stores, if its options state it.
+class StoreSizes(Observer):
+    """Records how many tokens each connector stores, if its options state it and all tokens take the same.
 
-    A token takes ``bytes_per_token`` on all ranks together, 0 if unknown; ``copies`` ranks have the same KV cache.
+    ``copies`` of the ``ranks`` have the same KV cache.
     """
-    for spec in specs if bytes_per_token else ():
+
+    def __init__(self, recorder: Recorder, specs: Sequence[ChildSpec], ranks: int, copies: int) -> None:
+        self._recorder, self._specs, self._ranks, self._copies = recorder, specs, ranks, copies
+
+    def laid_out(self, layout: CacheLayout) -> None:
+        for spec in self._specs if layout.bytes_per_token else ():
+            if size := self._stated_bytes(spec):
+                tokens = int(size / layout.bytes_per_token)
+                self._recorder.set_gauge(spec.index, signals.slot(signals.CAPACITY_TOKENS), tokens)
+
+    def _stated_bytes(self, spec: ChildSpec) -> int:
+        """Return how many bytes a connector stores by its options; 0 if unknown."""
         options, name = spec.transfer_config.kv_connector_extra_config, name_among(spec.connector_class, STATED_BYTES)
-        is_unclear = name == "OffloadingConnector" and copies == ranks > 1  # with MLA it may store one copy
+        # With MLA it may store one copy.
+        is_unclear = name == "OffloadingConnector" and self._copies == self._ranks > 1
         if name is None or is_unclear or any(map(options.get, STORES_MORE)):
-            continue
-        if key := next(filter(options.get, STATED_BYTES[name]), None):
-            size = int(options[key]) * (ranks if STATED_BYTES[name][key] else 1) / bytes_per_token
-            recorder.set_gauge(spec.index, signals.slot(signals.CAPACITY_TOKENS), int(size))
+            return 0
+        key = next(filter(options.get, STATED_BYTES[name]), None)
+        return int(options[key]) * (self._ranks if STATED_BYTES[name][key] else 1) if key else 0

@@ -152,6 +152,7 @@ class MultiHandshakeMetadata(base.KVConnectorHandshakeMetadata):
 
     metadata: tuple[base.KVConnectorHandshakeMetadata | None, ...]  # the children's, by position; None: it has none
     broken: frozenset[tuple[int, int]] = frozenset()  # the isolated children that failed at the start, with the epoch
+    block_bytes: tuple[int, ...] = ()  # of a block on this rank, by KV cache group, if the scheduler can't compute them
 
 
 class MultiKVEvents(KVConnectorKVEvents):

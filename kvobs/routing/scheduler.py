@@ -67,6 +67,7 @@ class SchedulerSide:
 
     def __post_init__(self) -> None:
         self._finished_counts: list[int | None] = [None] * len(self.children)
+        self.observer.laid_out(self.facts.layout)
 
     # Lookup and allocation
 
@@ -109,14 +110,15 @@ class SchedulerSide:
     ) -> None:
         """Open and order a load of ``tokens``, if they have an owner, behind ``local`` ones in vLLM's own cache."""
         layout = self.facts.layout
+        filled = layout.loaded(blocks.get_block_ids(), local, tokens) if owner is not None else ()
         load = self.ledger.admit(
             request.request_id,
             tokens,
             # Every worker reports the end of a synchronous load, after the step.
             self._reports_expected(owner if is_async else None),
             wall_ns(),
-            blocks=layout.loaded(blocks.get_block_ids(), local, tokens) if owner is not None else (),
-            size=round(tokens * layout.bytes_per_token),
+            blocks=filled,
+            size=layout.bytes_of(filled),
             local_tokens=local,
             rest_tokens=request.num_tokens - local - tokens,
         )
@@ -247,9 +249,13 @@ class SchedulerSide:
                 raise TypeError(f"handshake metadata of another connector reached kvobs: {type(part).__name__}")
             # Before the first lookup, which may wait for an answer of the worker's side, forever.
             self.audience.isolation.record_failures(part.broken)
+        if by_rank := [part.block_bytes for part in metadata.values() if part.block_bytes]:
+            layout = self.facts.layout.measured(by_rank, self.completions.ranks)
+            self.facts = self.facts._replace(layout=layout)
+            self.observer.laid_out(layout)
         for child in self.children:
-            by_rank = {rank: part.metadata[child.index] for rank, part in metadata.items()}
-            getattr(child, hook)({rank: part for rank, part in by_rank.items() if part is not None})
+            own = {rank: part.metadata[child.index] for rank, part in metadata.items()}
+            getattr(child, hook)({rank: part for rank, part in own.items() if part is not None})
 
     def reset_cache(self) -> bool:
         """Reset every connector's cache, even if one refuses or raises; return whether none refused."""

@@ -73,6 +73,7 @@ class WorkerSide:
     gates: WorkerGates | None  # of the isolated children, if there are any
     observer: WorkerObserver
     stats: WorkerStats
+    block_bytes: tuple[int, ...] = ()  # as in ``MultiHandshakeMetadata``
 
     def __post_init__(self) -> None:
         self._load_ns: dict[int, int] = {}  # child -> time of its sync loads in this step
@@ -371,12 +372,12 @@ class WorkerSide:
         return next(iter(pools.values()), None)
 
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
-        """Return the children's handshakes, and which isolated children failed at the start."""
+        """Return the children's handshakes, which isolated children failed at the start, and sizes of blocks."""
         handshakes = tuple(child.get_handshake_metadata() for child in self.children)
         broken = self.gates.broken if self.gates is not None else frozenset()
-        if not broken and all(handshake is None for handshake in handshakes):
+        if not broken and not self.block_bytes and all(handshake is None for handshake in handshakes):
             return None
-        return MultiHandshakeMetadata(handshakes, broken)
+        return MultiHandshakeMetadata(handshakes, broken, self.block_bytes)
 
     def _report(self, child: Child, kind: ReportKind, requests: Any) -> None:
         if not requests:

@@ -204,7 +204,8 @@ LOAD_RESUME_DELAY = Signal(
 )
 LOAD_TOKENS = Signal("kvobs_load_tokens_total", "Tokens loaded, without failed loads (tokens).")
 LOAD_BYTES = Signal(
-    "kvobs_load_bytes_total", "Bytes loaded over all ranks: tokens times their size in the KV cache (bytes)."
+    "kvobs_load_bytes_total",
+    "Bytes of the KV cache blocks that loads have filled in all layers, over all ranks (bytes).",
 )
 PREFILL_SAVED = Signal(
     "kvobs_prefill_saved_seconds_total", "Estimated time of computing the loaded tokens, for loads with an estimate."
@@ -319,7 +320,10 @@ LINK_SPEED = Signal(
     {"connector": OPEN},
     scope=Scope.OUTSIDE,
 )
-CAPACITY_TOKENS = Signal("kvobs_capacity_tokens", "Size of the connector's store, if its options state it (tokens).")
+CAPACITY_TOKENS = Signal(
+    "kvobs_capacity_tokens",
+    "Size of the connector's store, if its options state it, and all layers have full attention (tokens).",
+)
 STEP_SECONDS = Signal(
     "kvobs_step_seconds_total",
     "Duration of the steps compared with an estimate: those that prefill, without a sync load or an encoder's input, "

@@ -1,9 +1,9 @@
-"""Compute which KV cache blocks hold which tokens, and how many bytes a token takes."""
+"""Compute which KV cache blocks hold which tokens, and how many bytes they take."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Blocks = tuple[tuple[int, ...], ...]  # per KV cache group, block ids
@@ -11,28 +11,40 @@ Blocks = tuple[tuple[int, ...], ...]  # per KV cache group, block ids
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Sizes of the KV cache: ``block_sizes`` in tokens per block of each group, ``bytes_per_token`` over all ranks."""
+    """Sizes of the blocks of each KV cache group: in tokens, and in bytes of all its layers, over all ranks."""
 
     block_sizes: tuple[int, ...]
-    bytes_per_token: float = 0
+    block_bytes: tuple[int, ...] = ()
+    is_full: bool = False
+    """Whether all layers have full attention: the others keep few of the tokens, or a state."""
 
     @classmethod
-    def of(cls, groups: Iterable[Any], ranks: int, context_parallel: int = 1) -> CacheLayout:
+    def of(cls, groups: Sequence[Any], ranks: int, context_parallel: int = 1) -> CacheLayout:
         """Compute the sizes from one rank's ``KVCacheGroupSpec``s; each rank has a part of the layers or heads.
 
         With decode context parallelism a block id stands for a block on each of ``context_parallel`` ranks, which share
         its tokens; a group may be exempt.
         """
-        sizes, total = [], 0.0
-        for group in groups:
-            spec = group.kv_cache_spec
-            # The spec of layers that differ (UniformTypeKVCacheSpecs) has their sum as its page already.
-            layers = 1 if hasattr(spec, "kv_cache_specs") else len(group.layer_names)
-            is_sharded = getattr(spec, "dcp_sharded", True)  # since vLLM 0.31 a group may be exempt
-            size = spec.block_size * (context_parallel if is_sharded else 1)
-            total += spec.page_size_bytes * layers / size
-            sizes.append(size)
-        return cls(tuple(sizes), total * ranks)
+        specs = [group.kv_cache_spec for group in groups]
+        # Since vLLM 0.31 a group may be exempt.
+        sizes = [spec.block_size * (context_parallel if getattr(spec, "dcp_sharded", True) else 1) for spec in specs]
+        is_full = all(_is_full(spec) for group in groups if _is_transferred(group) for spec in _specs(group))
+        return cls(tuple(sizes), (), is_full).measured([bytes_of_blocks(groups)], ranks)
+
+    def measured(self, by_rank: Sequence[Sequence[int]], ranks: int) -> CacheLayout:
+        """Return these sizes with the bytes of ``bytes_of_blocks`` of some ranks, which stand for all ``ranks``."""
+        block_bytes = [sum(of_group) * ranks // len(by_rank) for of_group in zip(*by_rank, strict=False)]
+        return replace(self, block_bytes=tuple(block_bytes))
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Return the bytes of a token in all layers, over all ranks; 0 where it is not in all of them."""
+        pairs = zip(self.block_bytes, self.block_sizes, strict=False)
+        return sum(size / tokens for size, tokens in pairs) if self.is_full else 0
+
+    def bytes_of(self, blocks: Blocks) -> int:
+        """Return the bytes of the blocks of ``loaded``, over all ranks; 0 without sizes."""
+        return sum(len(ids) * size for ids, size in zip(blocks, self.block_bytes, strict=False))
 
     def loaded(self, block_ids: Sequence[Sequence[int]], local: int, external: int) -> Blocks:
         """Return, per KV cache group, the ids of the blocks that hold tokens ``local`` to ``local + external``.
@@ -58,3 +70,33 @@ class CacheLayout:
             if first is not None:
                 kept = min(kept, (-(-end // size) - len(ids) + first) * size)
         return end - max(kept, local)
+
+
+def layers_differ(groups: Iterable[Any]) -> bool:
+    """Return whether a group's layers differ: on the scheduler's side vLLM has the spec of one of them only."""
+    return any(hasattr(group.kv_cache_spec, "kv_cache_specs") for group in groups)
+
+
+def bytes_of_blocks(groups: Iterable[Any]) -> tuple[int, ...]:
+    """Return the bytes of a block in all layers of each group, on one rank; 0 if no connector transfers it."""
+    return tuple([_page_bytes(group) if _is_transferred(group) else 0 for group in groups])
+
+
+def _page_bytes(group: Any) -> int:
+    pages = [spec.page_size_bytes for spec in _specs(group)]
+    return sum(pages) if layers_differ([group]) else pages[0] * len(group.layer_names)
+
+
+def _specs(group: Any) -> list[Any]:
+    """Return the specs of a group's layers, if they differ (UniformTypeKVCacheSpecs), else the one of all."""
+    spec = group.kv_cache_spec
+    by_layer = getattr(spec, "kv_cache_specs", None)
+    return [spec] if by_layer is None else [by_layer[name] for name in group.layer_names if name in by_layer]
+
+
+def _is_transferred(group: Any) -> bool:
+    return getattr(group, "enable_kv_transfer", True)  # since vLLM 0.32
+
+
+def _is_full(spec: Any) -> bool:
+    return "FullAttentionSpec" in [base.__name__ for base in type(spec).__mro__]

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from inspect import isfunction
 from typing import Any, Literal, Protocol
 
+from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.transfers import Gain, Load, LookupResult, Offer, ReportKind, Save, Stray
 
 Params = dict[str, Any]
@@ -98,7 +99,10 @@ class Observer:
     def noted(self, notes: Sequence[Any]) -> None:
         """Receive the notes of the workers' observers, of all ranks."""
 
-    # Connectors
+    # The engine and its connectors
+
+    def laid_out(self, layout: CacheLayout) -> None:
+        """Receive the sizes of the KV cache: at the start, and again once the workers have reported theirs."""
 
     def quarantined(self, child: int) -> None:
         """Receive the begin of a connector's quarantine."""

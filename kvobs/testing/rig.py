@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor import abstract as executors
@@ -185,7 +185,7 @@ class Rig:
         config = config_of(external_rank or 0)
         self.scheduler: Any = (AsyncScheduler if lag else Scheduler)(
             vllm_config=config,
-            kv_cache_config=caches,
+            kv_cache_config=generate_scheduler_kv_cache_config([caches]),
             structured_output_manager=StructuredOutputManager(config),
             block_size=block,
             hash_block_size=block,

@@ -1,10 +1,15 @@
 """What loads count, from the event that causes it to the number that Prometheus reads: see ``test_observed``."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
-from kvobs.testing import BLOCK, Script
+from kvobs.connectors.specs import STATED_BYTES
+from kvobs.testing import BLOCK, Rig, Script, entry_of
+from kvobs.testing.rig import cache_config
 from tests.support.observed import BYTES_PER_TOKEN, KV, NAMES, STEP_S, SYNC, Observed, S
 
 
@@ -76,6 +81,89 @@ def test_a_load_that_is_in_and_not_resumed(
     assert [record.getMessage() for record in caplog.records if "in progress" in record.message] == [
         "connector 'one': resume of 1 request (r) in progress for 1 s, with 32 tokens: waits for vLLM's scheduler"
     ]
+
+
+class Hybrid(Rig):
+    """An engine whose layers are not all of full attention: eight of a sliding window of two blocks, two of all."""
+
+    def _caches(self, blocks: int, groups: int) -> KVCacheConfig:
+        caches = cache_config(blocks)
+        (of_all,) = caches.kv_cache_groups
+        shape = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+        names = [[f"layer.{i}" for i in range(first, first + 4)] for first in (2, 6)]
+        windows = [KVCacheGroupSpec(of, SlidingWindowSpec(**shape, sliding_window=2 * BLOCK)) for of in names]
+        caches.kv_cache_groups = [KVCacheGroupSpec(["layer.0", "layer.1"], of_all.kv_cache_spec), *windows]
+        return caches
+
+
+@pytest.mark.parametrize(("offer", "is_second"), [(16, False), (8, True)])
+def test_a_load_of_a_hybrid_model_has_the_bytes_of_its_blocks(
+    offer: int, is_second: bool, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    """The second one is behind eight blocks that vLLM's own cache has. A window that begins at a block has two."""
+    monkeypatch.setattr(Observed, "make_rig", Hybrid)
+    monkeypatch.setitem(STATED_BYTES, "ScriptedConnector", {"bytes": True})
+    connectors = [entry_of(script, kv_connector_extra_config={"tag": script.tag, "bytes": 9999}) for script in (a, b)]
+    engine = Observed(monkeypatch, a, b, connectors=connectors)
+    if is_second:
+        engine.rig.add("r", tokens=8 * BLOCK + 1, max_tokens=1, prompt_of="r")
+        engine.step(3)
+    a.offers["r2"] = (offer * BLOCK, True)
+    engine.rig.add("r2", tokens=16 * BLOCK + 1, prompt_of="r")
+    engine.step()
+    for rank in (0, 1):
+        a.say(rank, received="r2")
+    engine.step(2)
+    assert engine.value("kvobs_load_tokens_total") == offer * BLOCK
+    assert engine.value("kvobs_load_bytes_total") == (offer * 2 + 2 * 8) * BLOCK * BYTES_PER_TOKEN * 2
+    assert not engine.series("kvobs_capacity_tokens"), "a token has no size"
+
+
+class Indexed(Rig):
+    """An engine with layers that differ, of which vLLM gives its scheduler one."""
+
+    def _caches(self, blocks: int, groups: int) -> KVCacheConfig:
+        caches = cache_config(blocks)
+        (group,) = caches.kv_cache_groups
+        small: Any = replace(group.kv_cache_spec, head_size=16, head_size_v=16)
+        specs = {"layer.0": group.kv_cache_spec, "layer.1": small}
+        group.layer_names, group.kv_cache_spec = list(specs), UniformTypeKVCacheSpecs(BLOCK, kv_cache_specs=specs)
+        return caches
+
+
+def test_layers_that_differ_have_their_own_sizes(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    monkeypatch.setattr(Observed, "make_rig", Indexed)
+    monkeypatch.setitem(STATED_BYTES, "ScriptedConnector", {"bytes": True})
+    both = BYTES_PER_TOKEN * 5 // 4
+    connectors = [entry_of(each, kv_connector_extra_config={"tag": each.tag, "bytes": 99 * both}) for each in (a, b)]
+    a.offers["r"] = SYNC
+    engine = Observed(monkeypatch, a, b, connectors=connectors)
+    engine.rig.add("r")
+    engine.step(2)
+    assert engine.value("kvobs_load_bytes_total") == 2 * BLOCK * both * 2
+    assert engine.series("kvobs_capacity_tokens") == {("one",): 99, ("two",): 99}
+
+
+class Staged(Rig):
+    """An engine of two pipeline stages: rank 0 has one layer, rank 1 three; the scheduler has rank 0's groups."""
+
+    def _configure(self, config: Any) -> None:
+        config.parallel_config.pipeline_parallel_size = 2
+
+    def _build_worker(self, cls: Any, config: Any, caches: KVCacheConfig) -> Any:
+        if config.parallel_config.rank == 1:
+            caches = cache_config()
+            caches.kv_cache_groups[0].layer_names = ["layer.1", "layer.2", "layer.3"]
+        return super()._build_worker(cls, config, caches)
+
+
+def test_pipeline_stages_have_their_own_layers(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    monkeypatch.setattr(Observed, "make_rig", Staged)
+    a.offers["r"] = SYNC
+    engine = Observed(monkeypatch, a, b)
+    engine.rig.add("r")
+    engine.step(2)
+    assert engine.value("kvobs_load_bytes_total") == 2 * BLOCK * BYTES_PER_TOKEN * (1 + 3)
 
 
 def test_a_sync_load_takes_what_the_slowest_rank_took(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from kvobs.connectors.specs import load_ends_save, record_sizes
+from kvobs.connectors.specs import StoreSizes, load_ends_save
 from kvobs.probe.recorder import Recorder
+from kvobs.state.cache_layout import CacheLayout
 from kvobs.testing import Script
 
 
@@ -32,8 +33,11 @@ STATED: list[tuple[str, dict[str, Any], int, int]] = [
 
 @pytest.mark.parametrize(("name", "options", "copies", "tokens"), STATED)
 def test_a_size_is_known_if_options_state_all_of_it(name: str, options: Any, copies: int, tokens: int) -> None:
-    """Of four ranks, on which a token takes 8 bytes."""
+    """Of four ranks, on which a token takes 8 bytes; not where layers keep few tokens, or a state."""
     recorder, transfer = Recorder(1), SimpleNamespace(kv_connector_extra_config=options)
     spec: Any = SimpleNamespace(index=0, connector_class=type(name, (), {}), transfer_config=transfer)
-    record_sizes(recorder, [spec], 8.0, 4, copies)
+    sizes = StoreSizes(recorder, [spec], 4, copies)
+    sizes.laid_out(CacheLayout((16,), (4 * 8 * 16,), is_full=False))
+    assert not recorder.take().gauges
+    sizes.laid_out(CacheLayout((16,), (8 * 16,), is_full=True))
     assert sum(recorder.take().gauges.values()) == tokens

@@ -134,7 +134,7 @@ class Announced(Observer):
     def __init__(self, *scripts: Script, **more: Any) -> None:
         self.rig = rig = Rig("kvobs", *scripts, **more)
         self.events: dict[Any, list[tuple[Any, ...]]] = {}
-        for event in set(EVENTS) - {"answered", "waited", "reused", "sourced"}:
+        for event in set(EVENTS) - {"answered", "waited", "reused", "sourced", "laid_out"}:
             setattr(self, event, partial(self._note, event))
         rig.connector._side.observer = rig.connector._side.completions.observer = self
 
