@@ -24,7 +24,7 @@ def details() -> list[Section]:
         Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])], collapsed=True),
         Section(
             "Bytes, unused offers, and KV events",
-            [(8, [(6, _bytes()), (6, _link_share()), (6, _unused()), (6, _events())])],
+            [(8, [(6, _bytes()), (6, _link_share()), (4, _unused()), (4, _saved()), (4, _events())])],
             collapsed=True,
         ),
         Section(
@@ -201,6 +201,20 @@ def _events() -> Panel:
         ),
         _by(SELECTION.rate(signals.KV_EVENTS, "connector", "type", "medium"), ("connector", "type", "medium")),
         unit="ops",
+    )
+
+
+def _saved() -> Panel:
+    return lines(
+        "Tokens saved (tokens/s)",
+        About(
+            "Tokens per second that the connector has stored in each medium, by its KV cache events.",
+            "A disk or a remote store wears and fills by them; a token in memory and on disk counts in both.",
+            "Far above the tokens that are computed: blocks are stored again and again.",
+            "No data: the connector does not say it, or vLLM's --kv-events-config is off.",
+        ),
+        _by(SELECTION.rate(signals.SAVE_TOKENS, "connector", "medium"), ("connector", "medium")),
+        unit="short",
     )
 
 

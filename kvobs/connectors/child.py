@@ -21,6 +21,7 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.config import PATH
 from kvobs.schema.signals import TIMED
+from kvobs.state.cache_layout import full_group
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import Cadence, Combine, Hook, Side, is_empty
 
@@ -56,6 +57,8 @@ class Child:
     gate: Gate | None = None
     sides: Collection[Side] = tuple(Side)
     """The sides whose hooks are called."""
+    full_group: int = 0
+    """The KV cache group whose layers keep all tokens."""
 
     def __post_init__(self) -> None:
         self._bound: dict[str, Call] = {}
@@ -88,7 +91,8 @@ class Child:
         """Return a hook's call in all that surrounds it, from the inside: drained, recorded, in its trace, guarded."""
         call = method
         if hook.combine is Combine.CHAIN:
-            call = partial(_drained, method, partial(count_events, self.recorder, self.index))
+            count = partial(count_events, self.recorder, self.index, group=self.full_group)
+            call = partial(_drained, method, count)
         if hook.name in self.implemented and getattr(method, "__func__", None) not in UNTIMED:
             call = self.recorder.timed(self.index, hook.name, call)
             if self.activated is not None and hook.cadence is Cadence.REQUEST:
@@ -110,12 +114,23 @@ def _drained(call: Call, count: Callable[[Sequence[Any]], None], *args: Any, **k
 
 
 @faults.contained("record")
-def count_events(recorder: Recorder, child: int, events: Sequence[Any]) -> None:
-    """Count KV cache events by type and medium; those of unknown types are left out."""
-    for (kind, medium), n in Counter((type(e).__name__, str(getattr(e, "medium", None))) for e in events).items():
-        if kind in _EVENTS:
-            where = medium.lower() if medium.lower() in signals.KV_EVENTS.labels["medium"] else signals.OTHER
-            recorder.count(child, signals.slot(signals.KV_EVENTS, _EVENTS[kind], where), n)
+def count_events(recorder: Recorder, child: int, events: Sequence[Any], group: int) -> None:
+    """Count KV cache events and stored tokens by medium; events of unknown types are left out.
+
+    KV cache groups store the same tokens: those of ``group`` count, and those of connectors that name no group.
+    """
+    counts = Counter[int]()
+    for event in events:
+        if (kind := type(event).__name__) not in _EVENTS:
+            continue
+        medium = str(getattr(event, "medium", None)).lower()
+        where = medium if medium in signals.KV_EVENTS.labels["medium"] else signals.OTHER
+        counts[signals.slot(signals.KV_EVENTS, _EVENTS[kind], where)] += 1
+        if kind == "BlockStored" and getattr(event, "group_idx", None) in (None, group):
+            counts[signals.slot(signals.SAVE_TOKENS, where)] += len(getattr(event, "token_ids", None) or ())
+    for slot, n in counts.items():
+        if n:
+            recorder.count(child, slot, n)
 
 
 class Unbuilt(KVConnectorBase_V1, SupportsHMA):
@@ -157,12 +172,13 @@ def build(
     ``activated`` wraps calls about a request to make the request's trace context current.
     """
     built: list[Child] = []
+    group = full_group(kv_cache_config.kv_cache_groups) if kv_cache_config is not None else 0
     sides = Side.BOTH, Side.SCHEDULER if role.name == "SCHEDULER" else Side.WORKER
     try:
         for spec in specs:
             connector = _build_one(spec, vllm_config, role, kv_cache_config)
             gate = Gate(spec.index, recorder, **versions.no_results()) if spec.is_isolated else None
-            built.append(Child(spec.index, spec.name, connector, recorder, activated, gate, sides))
+            built.append(Child(spec.index, spec.name, connector, recorder, activated, gate, sides, group))
     except BaseException as error:
         error.add_note(f"while building connector {specs[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
         shut_down(built)

@@ -298,6 +298,12 @@ KV_EVENTS = Signal(
     "KV cache events of the connector passed on to vLLM, which publishes them; removed: also of a cleared cache.",
     {"type": ("stored", "removed"), "medium": ("cpu", "storage", "other")},
 )
+SAVE_TOKENS = Signal(
+    "kvobs_save_tokens_total",
+    "Tokens that the connector has stored in a medium, by its KV cache events: not there where these are off, or do "
+    "not say it (tokens).",
+    {"medium": KV_EVENTS.labels["medium"]},
+)
 BLOCK_COPY_DURATION = Signal(
     "kvobs_block_copy_duration_seconds",
     "Duration of block copies between the KV cache and the connector's host buffer.",

@@ -28,7 +28,7 @@ class CacheLayout:
         specs = [group.kv_cache_spec for group in groups]
         # Since vLLM 0.31 a group may be exempt.
         sizes = [spec.block_size * (context_parallel if getattr(spec, "dcp_sharded", True) else 1) for spec in specs]
-        is_full = all(_is_full(spec) for group in groups if _is_transferred(group) for spec in _specs(group))
+        is_full = all(_is_full(group) for group in groups if _is_transferred(group))
         return cls(tuple(sizes), (), is_full).measured([bytes_of_blocks(groups)], ranks)
 
     def measured(self, by_rank: Sequence[Sequence[int]], ranks: int) -> CacheLayout:
@@ -82,6 +82,11 @@ def bytes_of_blocks(groups: Iterable[Any]) -> tuple[int, ...]:
     return tuple([_page_bytes(group) if _is_transferred(group) else 0 for group in groups])
 
 
+def full_group(groups: Sequence[Any]) -> int:
+    """Return the first group whose layers all have full attention; without one, 0."""
+    return next((number for number, group in enumerate(groups) if _is_full(group)), 0)
+
+
 def _page_bytes(group: Any) -> int:
     pages = [spec.page_size_bytes for spec in _specs(group)]
     return sum(pages) if layers_differ([group]) else pages[0] * len(group.layer_names)
@@ -98,5 +103,6 @@ def _is_transferred(group: Any) -> bool:
     return getattr(group, "enable_kv_transfer", True)  # since vLLM 0.32
 
 
-def _is_full(spec: Any) -> bool:
-    return "FullAttentionSpec" in [base.__name__ for base in type(spec).__mro__]
+def _is_full(group: Any) -> bool:
+    bases = [[base.__name__ for base in type(spec).__mro__] for spec in _specs(group)]
+    return all("FullAttentionSpec" in names for names in bases)

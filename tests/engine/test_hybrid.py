@@ -1,4 +1,4 @@
-"""A real server whose model has sliding windows: the bytes of loads are those that the connector moved."""
+"""A real server whose model has sliding windows: bytes loaded and tokens saved are those that the connector moved."""
 
 from __future__ import annotations
 
@@ -15,20 +15,31 @@ from tests.engine.serving import ask_all, prompt, serve
 
 pytestmark = pytest.mark.engine
 
-WINDOW = 64
+WINDOW, BLOCK = 64, 32
 TYPES = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
 
 
-def test_loads_of_a_hybrid_model_have_the_bytes_that_its_connector_moved(model: Path, tmp_path: Path) -> None:
-    config = multi_connector(host_memory(), names=["cpu"])
-    overrides = json.dumps({"layer_types": TYPES, "sliding_window": WINDOW})
-    with serve(model, tmp_path, config, "--hf-overrides", overrides, "--no-disable-hybrid-kv-cache-manager") as server:
+def test_loads_and_saves_of_a_hybrid_model_are_what_its_connector_moved(model: Path, tmp_path: Path) -> None:
+    memory = host_memory()
+    memory["kv_connector_extra_config"]["self_describing_kv_events"] = True
+    args = {
+        "--hf-overrides": {"layer_types": TYPES, "sliding_window": WINDOW},
+        "--kv-events-config": {"enable_kv_cache_events": True, "publisher": "null"},
+    }
+    words = [word for option, value in args.items() for word in (option, json.dumps(value))]
+    config = multi_connector(memory, names=["cpu"])
+    with serve(model, tmp_path, config, *words, "--no-disable-hybrid-kv-cache-manager") as server:
         texts = [prompt("hybrid", i) for i in range(12)]
-        computed = ask_all(server, texts)
+        full_blocks = sum(len(text) // BLOCK * BLOCK for text in texts)
+        with Growth(server, connector="cpu") as grown:
+            computed = ask_all(server, texts)
+            assert grown.reaches(full_blocks, "kvobs_save_tokens_total", medium="cpu")
         server.reset_prefix_cache()
         with Growth(server, connector="cpu") as grown:
             assert ask_all(server, texts) == computed
         assert grown("kvobs_loads_total", outcome="ok") == len(texts)
         tokens, moved = grown("kvobs_load_tokens_total"), grown("vllm:kv_offload_load_bytes_total")
         assert grown("kvobs_load_bytes_total") == moved
+        print(f"{tokens} tokens: {moved} bytes moved, {tokens * BYTES_PER_TOKEN} as tokens times all layers")
+        assert tokens == full_blocks
         assert moved < 0.7 * tokens * BYTES_PER_TOKEN, "windows are a part of the prompts"

@@ -40,7 +40,7 @@ WITHOUT_DATA: dict[str, str] = {
     **dict.fromkeys(("kvobs_peer_loads_total", "kvobs_peer_load_seconds_total"), NO_PEER),
     **dict.fromkeys((CALL_IN_PROGRESS.name, ENGINE_ENDED.name), NO_HANG),
     **{signal.name: BY_THE_API_SERVER for signal in SIGNALS if signal.scope is Scope.EXPORTER},
-    "kvobs_kv_events_total": "no connector of this run has KV events",
+    **dict.fromkeys(("kvobs_kv_events_total", "kvobs_save_tokens_total"), "no connector of this run has KV events"),
     "kvobs_request_log_dropped_total": "this run has no request log",
     "kvobs_corrupt_blocks_total": "no load of this run has wrong bytes",
 }

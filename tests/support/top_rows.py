@@ -18,9 +18,9 @@ GAINS = st.none() | st.floats(-8e8, 8e8)
 COUNTS = st.integers(0, 10**6)
 NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=40)
 ROWS = st.builds(
-    ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, *[AMOUNTS] * 4, MAYBE, MAYBE,
-    st.floats(0, 1), AMOUNTS, AMOUNTS, GAINS, AMOUNTS, AMOUNTS, MAYBE, st.none() | st.sampled_from(("0", "127")),
-    SHARES, COUNTS, COUNTS, AMOUNTS, st.booleans(), st.none() | NAMES, MAYBE,
+    ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, *[AMOUNTS] * 3, MAYBE, AMOUNTS,
+    MAYBE, MAYBE, st.floats(0, 1), AMOUNTS, AMOUNTS, GAINS, AMOUNTS, AMOUNTS, MAYBE,
+    st.none() | st.sampled_from(("0", "127")), SHARES, COUNTS, COUNTS, AMOUNTS, st.booleans(), st.none() | NAMES, MAYBE,
     st.sampled_from([state.name for state in STATES]), NAMES, AMOUNTS,
 )  # fmt: skip
 
@@ -36,10 +36,10 @@ SERVERS = st.lists(
 # fmt: off
 CPU = ConnectorRow(
     "0", "cpu", "OffloadingConnector", lookups_per_s=3, hit_share=0.4, loads_per_s=1.2, load_tokens_per_s=224,
-    load_bytes_per_s=919e3, unused_tokens_per_s=0, load_p50_s=0.067, load_p99_s=0.521, scheduler_s_per_s=0.002,
-    load_stall_s_per_s=0.00005, save_stall_s_per_s=0, gain_s_per_s=0.04, failed_loads_per_s=0, exceptions_per_s=0,
-    skew_p99_s=0.064, slowest_rank="0", slowest_rank_share=0.67, loads_open=0, saves_held=0, oldest_s=0,
-    quarantined=False, call=None, call_s=None,
+    load_bytes_per_s=919e3, save_tokens_per_s=None, unused_tokens_per_s=0, load_p50_s=0.067, load_p99_s=0.521,
+    scheduler_s_per_s=0.002, load_stall_s_per_s=0.00005, save_stall_s_per_s=0, gain_s_per_s=0.04, failed_loads_per_s=0,
+    exceptions_per_s=0, skew_p99_s=0.064, slowest_rank="0", slowest_rank_share=0.67, loads_open=0, saves_held=0,
+    oldest_s=0, quarantined=False, call=None, call_s=None,
 )
 DISK = replace(
     CPU, connector="disk", hit_share=0.27, loads_per_s=0.8, load_tokens_per_s=48, load_bytes_per_s=199e3,
@@ -65,6 +65,8 @@ def busy(recorder: Recorder) -> None:
     count(recorder, 0, signals.LOADS, 4, "async", "ok")
     count(recorder, 0, signals.LOAD_TOKENS, 2048)
     count(recorder, 0, signals.LOAD_BYTES, 10**9)
+    count(recorder, 0, signals.SAVE_TOKENS, 320, "cpu")
+    count(recorder, 0, signals.SAVE_TOKENS, 64, "storage")
     count(recorder, 1, signals.UNUSED_HIT_TOKENS, 64, "other_chosen")
     for ms in (1, 3, 3, 100):
         recorder.observe(0, signals.LOAD_DURATION, ms * MS, "async")

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_events import BlockRemoved
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheKVEvents
 
 from kvobs import faults
 from kvobs.connectors import specs
@@ -326,6 +327,24 @@ def test_kv_events(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> Non
     engine.rig.add("r")
     engine.step(2)
     assert engine.value("kvobs_kv_events_total", "one", type="removed", medium="cpu") >= 1
+
+
+def test_saved_tokens_are_counted_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    """As LMCache reports them: each rank has events, and what all of them have is published."""
+    engine = Observed(monkeypatch, a, b)
+
+    def publish(output: Any) -> None:
+        events = output.kv_cache_events
+        a.answers["take_events"] = events.aggregate().get_all_events() if events is not None else ()
+
+    a.on_output = publish
+    both, one = (BlockStored([i], None, [1] * BLOCK, BLOCK, None, "STORAGE", None) for i in (1, 2))
+    for rank, stored in enumerate(([both, one], [both])):
+        a.events[rank] = LMCacheKVEvents(num_workers=1)
+        a.events[rank].add_events(stored)
+    engine.rig.add("r")
+    engine.step(3)
+    assert engine.series("kvobs_save_tokens_total") == {("one", "storage"): BLOCK}
 
 
 def test_pauses_of_the_garbage_collector(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:

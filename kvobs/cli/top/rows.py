@@ -24,6 +24,7 @@ class ConnectorRow:
     loads_per_s: float  # that ended well
     load_tokens_per_s: float
     load_bytes_per_s: float  # over all ranks
+    save_tokens_per_s: float | None  # that it stored, added up over media; None: it does not say
     unused_tokens_per_s: float  # that it offered and were not loaded, since another connector was chosen
     load_p50_s: float | None
     load_p99_s: float | None
@@ -146,6 +147,7 @@ def _connector_row(owner: Owner, numbers: Numbers, seconds: float) -> ConnectorR
         loads_per_s=numbers.total(signals.LOADS, outcome="ok") / seconds,
         load_tokens_per_s=numbers.total(signals.LOAD_TOKENS) / seconds,
         load_bytes_per_s=numbers.total(signals.LOAD_BYTES) / seconds,
+        save_tokens_per_s=numbers.total(signals.SAVE_TOKENS) / seconds if numbers.values(signals.SAVE_TOKENS) else None,
         unused_tokens_per_s=numbers.total(signals.UNUSED_HIT_TOKENS, reason="other_chosen") / seconds,
         load_p50_s=numbers.quantile(signals.LOAD_DURATION.name, 0.5),
         load_p99_s=numbers.quantile(signals.LOAD_DURATION.name, 0.99),

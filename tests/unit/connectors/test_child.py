@@ -13,11 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     supports_hma,
 )
 
-from kvobs.connectors.child import Child, Unbuilt
+from kvobs.connectors.child import Child, Unbuilt, count_events
 from kvobs.connectors.configured import read_specs
 from kvobs.connectors.gate import NOTHING
 from kvobs.probe.recorder import SUM, Recorder
-from kvobs.schema.signals import KV_EVENTS, is_timed, locate, place, slot
+from kvobs.schema.signals import KV_EVENTS, SAVE_TOKENS, is_timed, locate, place, slot
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api.hooks import HOOKS, Cadence, is_empty
 from kvobs.vllm_api.versions import hooks
@@ -204,3 +204,20 @@ def test_kv_events_are_counted_by_type_and_medium_and_passed_on() -> None:
         ("stored", "cpu"): 2, ("stored", "storage"): 1, ("stored", "other"): 2,
         ("removed", "cpu"): 1, ("removed", "storage"): 0, ("removed", "other"): 1,
     }  # fmt: skip
+
+
+def test_saved_tokens_are_those_of_events_with_tokens_of_one_group() -> None:
+    """A sliding window's events are about the same tokens, or have none."""
+
+    def stored(tokens: int, medium: str | None, group: int | None = None, kind: Any = BlockStored) -> Any:
+        return kind([1], None, [0] * tokens, 16, None, medium, None, group_idx=group)
+
+    odd = SimpleNamespace(medium="cpu", token_ids=[1])
+    events = [stored(16, "CPU"), stored(32, "cpu", 1), stored(16, "cpu", 0), stored(48, "STORAGE", 1), stored(8, None)]
+    recorder = Recorder(1)
+    count_events(recorder, 0, [*events, stored(0, "STORAGE"), BlockRemoved([1], "cpu"), odd], group=1)
+    counts = recorder.take().counts
+    saved = {medium: counts.get(place(0, slot(SAVE_TOKENS, medium))) for medium in SAVE_TOKENS.labels["medium"]}
+    assert saved == {"cpu": 48, "storage": 48, "other": 8}
+    count_events(recorder, 0, [stored(0, "cpu")], group=0)
+    assert place(0, slot(SAVE_TOKENS, "cpu")) not in recorder.take().counts, "unknown is not zero"

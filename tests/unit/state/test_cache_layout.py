@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvobs.state.cache_layout import CacheLayout, bytes_of_blocks, layers_differ
+from kvobs.state.cache_layout import CacheLayout, bytes_of_blocks, full_group, layers_differ
 from kvobs.testing.rig import base_config
 
 
@@ -171,8 +171,12 @@ def test_tokens_times_all_layers_would_be_too_much(name: str, too_much: float) -
 
 
 def test_a_token_has_a_size_where_all_layers_keep_it() -> None:
-    sizes = {name: CacheLayout.of(groups_of(*model.items())[0], 1).bytes_per_token for name, model in MODELS.items()}
+    groups = {name: groups_of(*model.items())[0] for name, model in MODELS.items()}
+    sizes = {name: CacheLayout.of(of_model, 1).bytes_per_token for name, of_model in groups.items()}
     assert {name for name, size in sizes.items() if size} == {"full", "latent", "latent, with an index"}
+    full = {name: full_group(of_model) for name, of_model in groups.items()}
+    assert {name for name, group in full.items() if group} == {"as gpt-oss", "as Gemma 3", "with states"}
+    assert isinstance(groups["as Gemma 3"][full["as Gemma 3"]].kv_cache_spec, FullAttentionSpec)
 
 
 def test_layers_that_no_connector_transfers_have_no_bytes() -> None:
