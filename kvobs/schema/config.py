@@ -60,9 +60,9 @@ class Configuration(NamedTuple):
     stock: frozenset[str] = frozenset()
 
 
-def is_enabled() -> bool:
+def is_enabled(variables: Mapping[str, str] = os.environ) -> bool:
     """Return whether ``ENABLE_VARIABLE`` is set; only a clear yes enables kvobs."""
-    value = os.environ.get(ENABLE_VARIABLE, "")
+    value = variables.get(ENABLE_VARIABLE, "")
     word = value.strip().lower()
     if word not in _ON | _OFF:
         text = "%s is %r, allowed: 1 or 0; kvobs is not enabled"

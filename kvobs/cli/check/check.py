@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvobs.cli.check import rules, vllm_source
 from kvobs.cli.check.flags import DEFAULTS, DYNAMO_VLLM, NIXL_PORT, RAY, Flags
-from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of
+from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of, without_key
 from kvobs.connectors import validation
 from kvobs.connectors.known import PD_ROUTER, ROUTER
 from kvobs.connectors.sync_loads import SAFE, Conditions
@@ -94,12 +94,13 @@ def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritt
 
     With ``is_rewritten`` the result of ``rewrite`` is what will be used, perhaps in another environment.
     """
-    config, slips = correct(config)
+    config, slips = correct(without_key(config) if is_rewritten else config)
     router = router_of(config)
     is_plain = router is Router.STOCK and not config.get("kv_connector_module_path")
     is_single = router is Router.NONE
-    is_wrapped = is_single and bool(config.get("kv_connector")) and not _is_of_dynamo(flags)
-    is_variable = (is_plain or is_wrapped) and is_enabled()
+    is_wrapped = is_single and config.get("kv_connector") not in (None, "", ROUTER) and not _is_of_dynamo(flags)
+    can_be_enabled = is_plain or is_wrapped
+    is_variable = can_be_enabled and is_enabled()
     plugins = os.environ.get(_PLUGINS)
     by_variable = is_variable and (plugins is None or "kvobs" in plugins.split(","))
     if by_variable or (is_rewritten and router is Router.STOCK):
@@ -107,8 +108,13 @@ def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritt
     version, changed = vllm_source.vllm_version(), rewrite(config)
     result = CheckResult(router, by_variable, version, changed, is_single=is_single, conditions=flags.conditions)
     result.add(slips)
-    if router is not Router.KVOBS and not is_rewritten:
-        result.add(warnings=[_warn_of_other_router(config, router, plugins if is_variable else None)])
+    if router is not Router.KVOBS and not is_rewritten and not slips:
+        fix = "use the configuration that --rewrite prints"
+        fix += f", or start vLLM with {ENABLE_VARIABLE}=1" if can_be_enabled and not is_enabled() else ""
+        result.add(warnings=[_warn_of_other_router(config, router, plugins if is_variable else None, fix)])
+    elif flags.image and not is_rewritten:
+        fix = "build one with it, or bring it in a volume: see 'Into the image' in docs/deployment.md"
+        result.add(warnings=[Finding("image", f"found {show(flags.image)}, which has no kvobs", fix=fix)])
     _check_entries(result)
     has_vllm = not is_rewritten and result.vllm is not None
     result.add(*rules.check_entries(result.config, is_stock=router is Router.STOCK, has_vllm=has_vllm))
@@ -121,18 +127,17 @@ def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritt
     return result
 
 
-def _warn_of_other_router(config: Mapping[str, Any], router: Router, plugins: str | None) -> Finding:
+def _warn_of_other_router(config: Mapping[str, Any], router: Router, plugins: str | None, fix: str) -> Finding:
     if plugins is not None:
         found = f"found {plugins!r}, which does not list kvobs: {ENABLE_VARIABLE} has no effect"
         return Finding(f"environment variable {_PLUGINS}", found, fix="add kvobs to the list, or unset the variable")
-    fix = "use the configuration that --rewrite prints"
     if router is not Router.STOCK:
         routes = "" if router is Router.NONE else f": {PD_ROUTER} routes, which asks only its first connector for hits"
         return Finding("kv_connector", f"kvobs is not enabled{routes}", fix=fix)
     extra = config.get(PATH)
     ignored = ", and kvobs's options are ignored" if isinstance(extra, Mapping) and "kvobs" in extra else ""
     found = f"kvobs is not enabled: vLLM's own MultiConnector routes{ignored}"
-    return Finding("kv_connector_module_path", found, fix=f"{fix}, or start vLLM with {ENABLE_VARIABLE}=1")
+    return Finding("kv_connector_module_path", found, fix=fix)
 
 
 def _check_entries(result: CheckResult) -> None:

@@ -106,7 +106,8 @@ def _check_all(sources: list[Source], given: dict[str, Any], out: Console, shoul
         if source.place and not should_rewrite:
             out.print(Text(f"\n{source.place}\n", "bold"))
         if source.problem or source.unknown:
-            found = Finding("CONFIG", source.problem or source.unknown, fix=_FIX if source.problem else _PASTE)
+            fix = source.fix or (_FIX if source.problem else _PASTE)
+            found = Finding("CONFIG", source.problem or source.unknown, fix=fix)
             result = CheckResult(Router.NONE)
             (result.mistakes if source.problem else result.unknown).append(found)
             _print_findings(out, result)
@@ -140,7 +141,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _check(source: Source, flags: Flags, out: Console) -> CheckResult:
     """Check the text and print the results, then the classes and theirs, then the verdict."""
     result = check_text(source.config, flags)
-    result.add(warnings=source.warnings)
+    result.add(source.mistakes, source.warnings)
     out.print(lay_out_text(result))
     _print_findings(out, result)
     printed_off, printed = list(result.off), [*result.warnings, *result.mistakes]
@@ -156,7 +157,7 @@ def _check(source: Source, flags: Flags, out: Console) -> CheckResult:
 def _rewrite(source: Source, flags: Flags, out: Console) -> CheckResult:
     """Print the configuration changed to use kvobs, which needs neither vLLM nor the connectors' libraries."""
     result = check_text(source.config, flags, is_rewritten=True)
-    result.add(warnings=source.warnings)
+    result.add(source.mistakes, source.warnings)
     _print_findings(out, result)
     if not result.mistakes:
         typer.echo(json.dumps(result.config, indent=2))

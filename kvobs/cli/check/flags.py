@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvobs.connectors.known import OURS, ROUTER
 from kvobs.connectors.sync_loads import SAFE, Conditions
-from kvobs.schema.config import ENABLE_VARIABLE, PATH
+from kvobs.schema.config import ENABLE_VARIABLE, PATH, is_enabled
 from kvobs.schema.findings import Finding
 from kvobs.vllm_api.versions import V2_RUNNER
 
@@ -19,6 +20,7 @@ SIZE = "kv-offloading-size"
 NIXL_PORT, _DYNAMO_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT", "DYN_SYSTEM_PORT"
 CONTAINER = "kvobs container"
 """A mark among the variables of an engine whose container has a network without Prometheus."""
+IMAGE = "kvobs stock image"  # such a mark, with the image that somebody else publishes
 MEMORY = "kvobs memory limit"  # such a mark, with the limit of the container's memory, as Kubernetes writes it
 SHARED = "kvobs shared memory limit"  # the same of its /dev/shm
 _NUMBERS = {
@@ -51,6 +53,7 @@ class Flags:
     nixl: range = range(0)  # its ports
     nixl_taken: Mapping[int, str] = field(default_factory=dict)  # those that another engine has, and whose they are
     is_in_container: bool = False
+    image: str = ""  # somebody else's, without kvobs
     memory: str = ""  # the most that the container may have, such as 64Gi
     shared_memory: str = ""  # the size of its /dev/shm
 
@@ -78,10 +81,10 @@ _ROLES = ("kv_producer", "kv_consumer", "kv_both")  # vLLM refuses others before
 
 def with_offloading(
     config: Mapping[str, Any], options: Mapping[str, Any], environment: Mapping[str, str]
-) -> tuple[Mapping[str, Any], list[Finding]]:
-    """Return the configuration that vLLM makes of --kv-offloading-size, if it is given, and a warning of it."""
+) -> tuple[Mapping[str, Any], list[Finding], list[Finding]]:
+    """Return the configuration that vLLM makes of --kv-offloading-size, if it is given, with mistakes and warnings."""
     if (size := options.get(SIZE)) is None:
-        return config, []
+        return config, [], []
     name = "LMCacheMPConnector"
     extra = dict(config[PATH]) if isinstance(config.get(PATH), dict) else {}
     if options.get("kv-offloading-backend") != "lmcache":
@@ -89,11 +92,18 @@ def with_offloading(
         name = "SimpleCPUOffloadConnector" if is_simple else "OffloadingConnector"
         with suppress(TypeError, ValueError, OverflowError):
             extra["cpu_bytes_to_use"] = int(float(size) * (1 << 30))
+    path, by_variable = f"--{SIZE}", is_enabled({**os.environ, **environment})
+    if config.get("kv_connector") == ROUTER and config.get("kv_connector_module_path") in OURS:
+        if by_variable:
+            return config, [], [Finding(path, f"has no effect beside kvobs's {ROUTER}", fix="remove the flag")]
+        text = f"replaces this {ROUTER} by {name}, which kvobs's module does not have"
+        return config, [Finding(path, text, fix="remove the flag: the JSON has the sizes (cpu_bytes_to_use)")], []
     text = f"vLLM makes {name} of it, in the place of any kv_connector of --kv-transfer-config"
     fix = f"use the configuration that --rewrite prints in its place, or start vLLM with {ENABLE_VARIABLE}=1"
-    warnings = [] if ENABLE_VARIABLE in environment else [Finding(f"--{SIZE}", text, fix=fix)]
+    fix = "remove the flag, or that kv_connector" if by_variable else fix
+    warnings = [Finding(path, text, fix=fix)] if config.get("kv_connector") or not by_variable else []
     role = {} if config.get("kv_connector") and config.get("kv_role") not in _ROLES else {"kv_role": "kv_both"}
-    return {**config, "kv_connector": name, **role, PATH: extra}, warnings
+    return {**config, "kv_connector": name, **role, PATH: extra}, [], warnings
 
 
 DEFAULTS = Flags()
@@ -132,6 +142,7 @@ def flags_of(
         nixl,
         {port: taken[port] for port in nixl if port in taken},
         CONTAINER in environment,
+        "" if "PYTHONPATH" in environment else environment.get(IMAGE, ""),  # a volume may bring kvobs
         environment.get(MEMORY, ""),
         environment.get(SHARED, of_docker(beside.get("shm-size", ""))),
     )

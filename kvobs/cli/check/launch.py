@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvobs.cli.check.flags import DYNAMO_VLLM, LAUNCHER, SIZE, options_of, require_numbers, with_offloading
+from kvobs.cli.check.flags import DYNAMO_VLLM, IMAGE, LAUNCHER, SIZE, options_of, require_numbers, with_offloading
 from kvobs.schema.findings import Finding
 
 NETWORK = "network_mode"
@@ -19,6 +19,11 @@ HAS_OPTION = re.compile(r"(?:^|[\s\"'=(])--kv[-_](?:transfer[-_]config|offloadin
 STARTS_VLLM = re.compile(rf"\bvllm\s+serve\b|\bvllm\.entrypoints\b|\b{re.escape(DYNAMO_VLLM)}\b")
 UNKNOWN = re.compile(r"\$\([^)]*\)?|\$\{[^}]*\}?|\$\w+|`[^`]*`|\{\{.*?(?:\}\}|$)", re.DOTALL)
 """What a shell or a template replaces."""
+STOCK_IMAGE = re.compile(
+    r"(?:docker\.io/)?(?:vllm|lmcache|rocm)/vllm(?!-ascend)[\w-]*(?:[:@][\w.:-]+)?$"
+    r"|(?:ghcr\.io/llm-d/llm-d-|nvcr\.io/nvidia/(?:ai-dynamo/)?vllm|public\.ecr\.aws/q9t5s3a7/vllm-)\S+$"
+)
+"""Images that others publish, which have vLLM and no kvobs."""
 _FEW = 3  # of the unknown are named
 _NUMBER = re.compile(r'("(?:[^"\\]|\\.)*")|(?<![.\w])(\d+(?:\.\d+)?(?=[kmgt])|\d+)([kKmMgGtT])\b')
 _FACTORS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
@@ -37,9 +42,11 @@ class Source(NamedTuple):
     flags: Mapping[str, Any] = {}
     environment: Mapping[str, str] = {}
     place: str = ""
+    mistakes: tuple[Finding, ...] = ()
     warnings: tuple[Finding, ...] = ()
     problem: str = ""
     unknown: str = ""
+    fix: str = ""  # of either, if it has one of its own
 
 
 class NotKnownError(ValueError):
@@ -91,8 +98,9 @@ def source_of(given: Any, flags: Mapping[str, Any], environment: Mapping[str, st
     if not isinstance(config, dict):
         raise ValueError(f"the configuration is a {type(config).__name__}, needs an object with the key 'kv_connector'")
     warnings = [repetition(f"--{OPTION}", key, "object") for key in repeated]
-    config, more = with_offloading(config, flags, environment)
-    return Source(json.loads(json.dumps(config, default=str)), flags, environment, place, (*warnings, *more))
+    config, mistakes, more = with_offloading(config, flags, environment)
+    config = json.loads(json.dumps(config, default=str))
+    return Source(config, flags, environment, place, tuple(mistakes), (*warnings, *more))
 
 
 def repetition(path: str, key: str, kind: str) -> Finding:
@@ -145,6 +153,7 @@ def read_script(text: str, place: str, environment: Mapping[str, str]) -> Iterat
             exported |= values
         network = "" if _ELSEWHERE.search(" ".join(words)) else environment.get(NETWORK, f"of {place}")
         variables = {**exported, **values, NETWORK: network}
+        variables |= dict.fromkeys([IMAGE] if (image := next(filter(STOCK_IMAGE.match, words), "")) else [], image)
         if any(map(HAS_OPTION.match, words)):
             yield from attempt(place, read_words, words, place, variables)
         for word in words:  # a line for another shell: bash -c, ssh

@@ -3,16 +3,16 @@
 import copy
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from difflib import get_close_matches
 from enum import Enum, auto
 from typing import Any
 
 from kvobs.connectors.known import OURS, PD_ROUTER, ROUTER
 from kvobs.connectors.wrap import ROUTED, wrap
-from kvobs.schema.config import PATH, ConfigError
-from kvobs.schema.config import read as read_extra
+from kvobs.schema.config import ENABLE_VARIABLE, PATH
 from kvobs.schema.findings import Finding, show
 
+_KEY = "kv_connector_module_path"
 _STOCK = (None, "", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
 
 
@@ -27,7 +27,7 @@ class Router(Enum):
 
 def router_of(config: Mapping[str, Any]) -> Router:
     """Return the configured router, without looking at the environment."""
-    module = config.get("kv_connector_module_path")
+    module = config.get(_KEY)
     if config.get("kv_connector") == PD_ROUTER and str(module).startswith("kvbm."):
         return Router.DYNAMO
     if config.get("kv_connector") != ROUTER:
@@ -37,16 +37,32 @@ def router_of(config: Mapping[str, Any]) -> Router:
 
 def correct(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
     """Return the configuration with slips in the name of kvobs's router corrected, and the mistakes that they are."""
-    name, module, extra = config.get("kv_connector"), config.get("kv_connector_module_path"), config.get(PATH)
-    has_list = isinstance(extra, Mapping) and "connectors" in extra
+    name, module, has_list = config.get("kv_connector"), config.get(_KEY), _has_list(config)
+    bare = without_key(config)
+    if bare != config:
+        found = f"found {show(module)} beside {show(name)}, which needs a {ROUTER} around it"
+        fix = f"use the configuration that --rewrite prints; or remove this key, and set {ENABLE_VARIABLE}=1 for vLLM"
+        return bare, [Finding(_KEY, found, fix=fix)]
     if name != ROUTER and (module in OURS or (not name and has_list)):
         key, right = "kv_connector", ROUTER
     elif name == ROUTER and module not in OURS and re.sub("[^a-z]", "", str(module).lower()).startswith("kvob"):
-        key, right = "kv_connector_module_path", OURS[0]
+        key, right = _KEY, OURS[0]
     else:
         return dict(config), []
     found = f"found {show(config[key])}" if config.get(key) else "is missing: vLLM would run without a connector"
     return {**config, key: right}, [Finding(key, found, repr(right), f"use {right!r}")]
+
+
+def without_key(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a single connector without the key that belongs to a router; others as they are."""
+    name = config.get("kv_connector")
+    is_router = not name or get_close_matches(str(name).lower(), [ROUTER.lower()], cutoff=0.85) or _has_list(config)
+    return {key: config[key] for key in config if is_router or key != _KEY or config[key] not in OURS}
+
+
+def _has_list(config: Mapping[str, Any]) -> bool:
+    extra = config.get(PATH)
+    return isinstance(extra, Mapping) and "connectors" in extra
 
 
 def rewrite(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,16 +71,4 @@ def rewrite(config: Mapping[str, Any]) -> dict[str, Any]:
     router = router_of(config)
     if router is Router.KVOBS:
         return old
-    new = wrap(old) if router is Router.NONE else ROUTED | {key: old[key] for key in old if key not in ROUTED}
-    _fill_in_names(new.get(PATH))
-    return new
-
-
-def _fill_in_names(extra: Any) -> None:
-    """Add the connectors' names as kvobs chooses them, if they are valid names."""
-    options = extra.get("kvobs", {}) if isinstance(extra, dict) else None
-    if isinstance(options, dict):
-        with suppress(ConfigError):  # a class name may be an invalid name
-            named = {**options, "names": list(read_extra(extra).names)}
-            read_extra({**extra, "kvobs": named})
-            extra["kvobs"] = named
+    return wrap(old) if router is Router.NONE else ROUTED | {key: old[key] for key in old if key not in ROUTED}

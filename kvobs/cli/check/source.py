@@ -14,14 +14,18 @@ from typing import Any
 import yaml
 
 from kvobs.cli.check import launch
-from kvobs.cli.check.flags import CONTAINER, DYNAMO_VLLM, LAUNCHER, MEMORY, RAY, SHARED, SIZE, of_docker
-from kvobs.cli.check.launch import HAS_OPTION, NETWORK, OPTION, STARTS_VLLM, Source
+from kvobs.cli.check.flags import CONTAINER, DYNAMO_VLLM, IMAGE, LAUNCHER, MEMORY, RAY, SHARED, SIZE, of_docker
+from kvobs.cli.check.launch import HAS_OPTION, NETWORK, OPTION, STARTS_VLLM, STOCK_IMAGE, Source
 from kvobs.schema.config import PATH
 from kvobs.vllm_api.versions import MULTIPROCESS
 
 _FIRST_OF_YAML = re.compile(r"""-{3}(\s|$)|-\s|["']?[\w./-]+["']?\s*:(\s|$)|\{\{""")
 _FIRST_OF_SHELL = re.compile(r"\[[\w:]+\]$|\{\s+\w|\[\[?\s+[-!$\w]")  # or of a unit of systemd
 _IS_CONFIG = re.compile(r"""(?ms)^\s*(?:\{.*"kv_connector|kv[-_](?:connector|transfer[-_]config)["']?\s*:)""")
+_OF_LMCACHE = (
+    f"leave lmcacheConfig.enabled unset, and give vllmConfig.extraArgs a --{OPTION} that lists LMCacheConnectorV1 "
+    "among its connectors: see 'vLLM production stack' in docs/deployment.md"
+)
 _IS_FLOW = re.compile(r"\s*\{\s*kv_connector:\s")  # of YAML, for another program than vLLM
 _KEYS = {"kv_connector", "kv_connector_module_path", "kv_role", PATH}
 """Each makes an object a configuration, which may lack the first."""
@@ -147,11 +151,15 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
         environment = {**environment, **of_chart, **_variables(node)}
         if "image" in node and {"command", "args"} & node.keys() and node.get(NETWORK) != "host":
             environment[CONTAINER] = "1"
+        image = str(node.get("image") or f"{node.get('repository')}:{node.get('tag')}".removesuffix(":None"))
+        environment |= {IMAGE: image} if STOCK_IMAGE.match(image) else {}
         environment |= _limits(node, environment)
         match node:
             case {"lmcacheConfig": {"enabled": True}}:
-                found = "the chart makes the configuration of lmcacheConfig: give the output of `helm template`"
-                yield Source(place=place, unknown=found)
+                found = f"the chart makes a --{OPTION} of lmcacheConfig: LMCacheConnectorV1 alone, behind any other"
+                is_second = HAS_OPTION.search(json.dumps(node.get("vllmConfig"), default=str))
+                problem = f"{found}: vLLM reads the last one" if is_second else ""
+                yield Source(place=place, problem=problem, unknown="" if is_second else found, fix=_OF_LMCACHE)
         if _list(node.get("command")) and _list(node.get("args")):
             node = {**node, "command": None, "args": [*node["command"], *node["args"]]}
         for key, value in node.items():

@@ -42,6 +42,12 @@ def test_router_is_found_with_and_without_the_variable(
     assert all(connector.facts for connector in checked.connectors)
 
 
+def test_the_variable_leaves_another_packages_router_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENABLE_VARIABLE, "1")
+    checked = check_text(config_of(kv_connector_module_path="another.package"))
+    assert (checked.router, checked.by_variable) == (Router.NONE, False)
+
+
 def test_a_single_connector_of_dynamo_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENABLE_VARIABLE, "1")
     checked = check(dict(TWO[0]), Flags(launcher="dynamo.vllm"))

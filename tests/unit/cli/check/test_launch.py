@@ -38,6 +38,10 @@ ALONE = router(EXAMPLE, kvobs='{"isolate": ["ExampleConnector"]}').replace(
 )
 RECOMPUTED = ALONE.replace(', "kvobs": {"isolate": ["ExampleConnector"]}', "")
 OURS, STOCK = router(CPU, NIXL), router(CPU, NIXL, module="")
+KEYED = CPU.replace(BOTH, f'{BOTH}, "kv_connector_module_path": "kvobs"')
+BY_PATH = router(
+    CPU, module=', "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"'
+)
 LINE = f"--kv-transfer-config '{OURS}'"
 OFF, STOCK_OFF = "kv_connector: kvobs is not enabled", "kv_connector_module_path: kvobs is not enabled"
 UNLISTED = "VLLM_PLUGINS: found 'lora', which does not list kvobs"
@@ -182,11 +186,24 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "exporter in a service": (f"services:\n  vllm:\n    image: v\n    network_mode: host\n    command: {args(K, UNSEEN)}\n", 1, ()),
     "units": (router(CPU, NIXL, kvobs='{"stuck_after_s": 60000, "slow_load_ms": 1}'), 1, ("60000 seconds", "1 milliseconds")),
     "env": (f"exec env KVOBS_ENABLE=1 python3 -m vllm.entrypoints.openai.api_server --model m {K}='{STOCK}'", 1, ()),
-    "docker": (f"docker run --gpus all -e KVOBS_ENABLE=1 -p 8000:8000 vllm/vllm-openai --model m {K} '{STOCK}'", 1, ()),
+    "docker": (f"docker run --gpus all -e KVOBS_ENABLE=1 -p 8000:8000 vllm/vllm-openai --model m {K} '{STOCK}'", 1, ("image: found 'vllm/vllm-openai', which has no kvobs",)),
     "arguments in a variable": (f"ARGS='--port 1 {K} x'\nvllm serve m $ARGS", 1, ("the vllm line has $ARGS, whose value is not known here",)),
     "number in a variable": (f"vllm serve m --port $PORT -tp ${{TP}} {LINE}", 1, ()),
     "offloading size beside": (f"vllm serve m --kv-offloading-size 4 {K} '{NIXL}'", 1, ("in the place of any", OFF)),
     "offloading size beside no role": (f"vllm serve m --kv-offloading-size 4 {K} '{{\"kv_connector\": \"NixlConnector\"}}'", 1, ("kv_role", "in the place of any", OFF)),
+    "offloading size beside kvobs": (f"vllm serve m --kv-offloading-size 4 {LINE}", 1, ("--kv-offloading-size: replaces this MultiConnector by OffloadingConnector, which kvobs's module does not have, remove the flag: the JSON has the sizes",)),
+    "offloading size without effect": (f"KVOBS_ENABLE=1 vllm serve m --kv-offloading-size 4 {LINE}", 1, ("--kv-offloading-size: has no effect beside kvobs's MultiConnector, remove the flag",)),
+    "offloading size, stock and enabled": (f"KVOBS_ENABLE=1 vllm serve m --kv-offloading-size 4 {K} '{STOCK}'", 1, ("in the place of any kv_connector of --kv-transfer-config, remove the flag, or that kv_connector",)),
+    "the key on a single connector": (KEYED, 1, ("kv_connector_module_path: found 'kvobs' beside 'OffloadingConnector', which needs a MultiConnector around it, use the configuration that --rewrite prints; or remove this key, and set KVOBS_ENABLE=1 for vLLM",)),
+    "the key on a single connector, enabled": (f"KVOBS_ENABLE=1 vllm serve m {K} '{KEYED}'", 1, ("which needs a MultiConnector around it, use the configuration that --rewrite prints; or remove this key",)),
+    "the key on a misspelt router": (OURS.replace("MultiConnector", "MutliConnector"), 1, ("kv_connector: found 'MutliConnector', use 'MultiConnector'",)),
+    "stock by its path": (f"KVOBS_ENABLE=1 vllm serve m {K} '{BY_PATH}'", 1, ("kv_connector_module_path: kvobs is not enabled: vLLM's own MultiConnector routes, use the configuration that --rewrite prints",)),
+    "stock image": (pod(f"args: {args(K, OURS)}").replace("image: v", "image: 'vllm/vllm-openai:v0.32.0'"), 1, ("image: found 'vllm/vllm-openai:v0.32.0', which has no kvobs, build one with it, or bring it in a volume: see 'Into the image' in docs/deployment.md",)),
+    "stock image, enabled": (f"services: {{a: {{image: docker.io/vllm/vllm-openai, environment: [KVOBS_ENABLE=1], command: {args(K, STOCK)}}}}}\n", 1, ("image: found 'docker.io/vllm/vllm-openai', which has no kvobs",)),
+    "stock image with a volume": (pod(f"env: [{{name: PYTHONPATH, value: /packages}}], args: {args(K, OURS)}").replace("image: v", "image: vllm/vllm-openai"), 1, ()),
+    "stock image without kvobs": (f"services: {{a: {{image: vllm/vllm-openai, command: {args(K, STOCK)}}}}}\n", 1, (STOCK_OFF,)),
+    "stock image of the chart": (f"modelSpec:\n- repository: lmcache/vllm-openai\n  tag: v1\n  vllmConfig: {{extraArgs: {args(K, OURS)}}}\n", 1, ("image: found 'lmcache/vllm-openai:v1', which has no kvobs",)),
+    "image of one's own": (pod(f"args: {args(K, OURS)}").replace("image: v", "image: registry.example.com/vllm/vllm-openai:v1"), 1, ()),
     "offloading to lmcache": ("vllm serve m --kv-offloading-size 4 --kv-offloading-backend lmcache", 1, ("vLLM makes LMCacheMPConnector", "mq_timeout: is 300 s", "'lmcache'", OFF)),
     "systemd": (f"[Unit]\nDescription=vLLM\n[Service]\nEnvironment=\"KVOBS_ENABLE=1\" A=2\nExecStart=/opt/vllm serve m \\\n " f" {K} '{STOCK}'\nRestart=always\n", 1, ()),
     "log stats": (f"vllm serve m --disable-log-stats {K} '{router(CPU, kvobs=NONE)}'", 1, ("--disable-log-stats: vLLM's stat logging is off",)),
@@ -209,6 +226,8 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "kustomize patch": (f"patches:\n- target: {{kind: Deployment}}\n  patch: |-\n    - {{op: test, path: /a, value: {K}}}\n    - op: replace\n      path: /b\n      value: >-\n        {NIXL}\n", 1, (OFF,)),
     "compose": (f"services:\n  vllm:\n    image: v\n    environment: [KVOBS_ENABLE=1]\n    command: >\n" f"      --model m {K} '{STOCK}'\n", 1, ()),
     "production stack": (f"servingEngineSpec:\n  modelSpec:\n  - vllmConfig: {{extraArgs: {args(K, OURS)}}}\n", 1, ()),
+    "its LMCache": ("modelSpec:\n- lmcacheConfig: {enabled: true}\n  vllmConfig: {}\n", 1, ("of lmcacheConfig: LMCacheConnectorV1 alone, behind any other, leave lmcacheConfig.enabled unset, and",)),
+    "its LMCache beside kvobs": (f"modelSpec:\n- lmcacheConfig: {{enabled: true}}\n  vllmConfig: {{extraArgs: {args(K, OURS)}}}\n", 2, ("behind any other: vLLM reads the last one, leave lmcacheConfig.enabled unset",)),
     "its metrics": (f"vllmConfig: {{extraArgs: {args(K, router(CPU, kvobs=NONE))}}}\n", 1, ("PROMETHEUS_MULTIPROC_DIR: it makes the API server",)),
     "extraEnvVars": (f"extraEnvVars: [{{name: KVOBS_ENABLE, value: '1'}}]\nextraArgs: {args(K, STOCK)}\n", 1, ()),
     "modelservice": (f"prefill:\n  containers: [{{args: {args(K, OURS)}}}]\ndecode:\n  containers: [{{args: {args(K, NIXL)}}}]\n", 2, (OFF,)),
@@ -254,6 +273,24 @@ def test_launch_has_these_findings_and_no_others(kind: str, tmp_path: Path) -> N
     ]
     assert len(told) == len(findings), told
     assert all(any(words in text for text in told) for words in findings), told
+
+
+@pytest.mark.parametrize("kind", ["offloading size", "one with a flag"])
+def test_no_advice_to_set_a_variable_that_is_set(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def advice(text: str) -> str:
+        return CliRunner().invoke(app, ["check", text]).stdout
+
+    text = CASES[kind][0].removeprefix("KVOBS_ENABLE=1 ")
+    assert advice(text).count("or start vLLM with KVOBS_ENABLE=1") == 2
+    monkeypatch.setenv("KVOBS_ENABLE", "1")
+    assert "KVOBS_ENABLE=1" not in advice(text)
+
+
+def test_rewrite_wraps_what_the_key_stands_beside() -> None:
+    keyed, bare = (CliRunner().invoke(app, ["check", text, "--rewrite"]) for text in (KEYED, CPU))
+    assert (keyed.exit_code, keyed.stderr) == (0, bare.stderr)
+    assert json.loads(keyed.stdout) == json.loads(bare.stdout)
+    assert json.loads(keyed.stdout)["kv_connector_extra_config"]["connectors"] == [json.loads(CPU)]
 
 
 def test_rewrite_takes_dynamos_router_and_one_engine() -> None:

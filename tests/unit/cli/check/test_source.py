@@ -67,7 +67,7 @@ def test_numbers_with_suffixes_are_what_vllms_parser_makes_of_them() -> None:
         ("vllm serve m --kv-transfer-config {{ kv_config }}", "has {{, whose value is not known here"),
         (f"vllm serve m --kv-transfer-config '{TEXT[:1]}\\\n{TEXT[1:]}'", "not valid JSON: Expecting property name"),
         (f"args:\n- >-\n  --kv-transfer-config='{TEXT}'", "no shell removes them here"),
-        ("modelSpec: {lmcacheConfig: {enabled: true}}", "give the output of `helm template`"),
+        ("modelSpec: {lmcacheConfig: {enabled: true}}", "the chart makes a --kv-transfer-config of lmcacheConfig"),
         ("args: [-m, dynamo.vllm, --connector, kvbm]", "Dynamo makes the configuration of --connector"),
         ("vllm serve m --port 8000", "has no --kv-transfer-config"),
         ("vllm serve m --kv-transfer-config", "not valid JSON: Expecting value: line 1"),
