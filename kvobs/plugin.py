@@ -1,7 +1,8 @@
-"""Enable kvobs with ``KVOBS_ENABLE=1``, without a configuration key.
+"""Enable kvobs with ``KVOBS_ENABLE=1``, without a configuration key, and refuse wrong options before engines start.
 
-Its class is registered as ``MultiConnector``, and is the router of a single connector, too. If another plugin registers
-a class under that name (vllm-ascend does), that class is kept, in whichever order they run, and a warning is logged.
+With the variable its class is registered as ``MultiConnector``, and is the router of a single connector, too. If
+another plugin registers a class under that name (vllm-ascend does), that class is kept, in whichever order they run,
+and a warning is logged.
 """
 
 import inspect
@@ -16,9 +17,11 @@ from typing import Any
 from kvobs.connectors.known import OURS, PD_ROUTER, ROUTER
 from kvobs.connectors.wrap import wrap
 from kvobs.log import log, once
-from kvobs.schema.config import ENABLE_VARIABLE, is_enabled
+from kvobs.schema.config import ENABLE_VARIABLE, ConfigError, is_enabled
+from kvobs.schema.findings import Finding, show
 
 _STOCK = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector.MultiConnector"
+_CHECKS = "_kvobs_checks"  # marks vLLM's patched function
 _INSTEAD = 'To enable kvobs, set "kv_connector_module_path": "kvobs" beside "kv_connector"'
 
 
@@ -32,12 +35,19 @@ class Loader:
 
 
 def register() -> None:
-    """Register kvobs's class under vLLM's name, if the environment variable is set.
+    """Have each configuration checked, and register kvobs's class under vLLM's name if the environment variable is set.
 
     vLLM calls this in every process, some of them more than once.
     """
-    if not is_enabled():
-        return
+    if is_enabled():
+        _register_router()
+    try:
+        _check_configurations()
+    except Exception as error:  # vLLM would end, also without kvobs in its configuration
+        once("check", WARNING, "kvobs can't check vLLM's configuration before the engine starts: %r", error)
+
+
+def _register_router() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     registered = KVConnectorFactory._registry.get(ROUTER)
@@ -50,36 +60,68 @@ def register() -> None:
     # Plugins run in any order, and the registry does not announce replaced entries.
     weakref.finalize(loader, _warn, "replaced its class").atexit = False
     KVConnectorFactory._registry[ROUTER] = loader
-    _wrap_single_connectors()
 
 
-def _wrap_single_connectors() -> None:
-    """Have each configuration that vLLM makes from now on route its single connector by kvobs."""
+def _is_registered() -> bool:
+    if not is_enabled():
+        return False
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    return isinstance(KVConnectorFactory._registry.get(ROUTER), Loader)
+
+
+def _check_configurations() -> None:
+    """Have vLLM refuse kvobs's wrong options where it makes a configuration, and put single connectors behind kvobs."""
     from vllm.config import VllmConfig
 
     # It resolves ``--kv-offloading-size``; vLLM's own checks by the connector's name are before it.
-    if (resolve := getattr(VllmConfig, "_post_init_kv_transfer_config", None)) is None:
+    resolve = getattr(VllmConfig, "_post_init_kv_transfer_config", None)
+    if resolve is None or hasattr(resolve, _CHECKS):
         return
 
     @wraps(resolve)
-    def resolve_and_wrap(self: Any) -> None:
-        if getattr(self.kv_transfer_config, "kv_connector_module_path", None) in OURS:
-            return  # a copy of a configuration: vLLM would put its connector's name in again
-        resolve(self)
+    def resolve_and_check(self: Any) -> None:
+        is_enabled_here = _is_registered()
+        # A copy of a wrapped configuration: vLLM would put its connector's name in again.
+        if not (is_enabled_here and getattr(self.kv_transfer_config, "kv_connector_module_path", None) in OURS):
+            resolve(self)
+        if is_enabled_here:
+            try:
+                self.kv_transfer_config = _wrapped(self.kv_transfer_config)
+            except Exception as error:
+                text = "kvobs is not enabled: the connector can't be routed by it: %r. %s"
+                once("wrap", WARNING, text, error, _INSTEAD)
         try:
-            self.kv_transfer_config = _wrapped(self.kv_transfer_config)
+            _refuse_mistakes(self.kv_transfer_config, is_enabled=is_enabled_here)
+        except ConfigError:
+            raise
         except Exception as error:
-            once("wrap", WARNING, "kvobs is not enabled: the connector can't be routed by it: %r. %s", error, _INSTEAD)
+            once("refuse", WARNING, "kvobs's options are checked later, when the engine starts: %r", error)
 
-    VllmConfig._post_init_kv_transfer_config = resolve_and_wrap
+    setattr(resolve_and_check, _CHECKS, True)
+    VllmConfig._post_init_kv_transfer_config = resolve_and_check
+
+
+def _refuse_mistakes(config: Any, *, is_enabled: bool) -> None:
+    """Raise ``ConfigError`` if a configuration of kvobs has mistakes that its text shows."""
+    name, module = (getattr(config, key, None) for key in ("kv_connector", "kv_connector_module_path"))
+    if module not in OURS and not (name == ROUTER and module is None and is_enabled):
+        return
+    if name != ROUTER:
+        fix = "remove --kv-offloading-size if it is set; else use the configuration that kvobs check --rewrite prints"
+        raise ConfigError([Finding("kv_connector", f"found {show(name)} in the module {module!r}", repr(ROUTER), fix)])
+    from kvobs.connectors import validation
+
+    policy = getattr(config, "kv_load_failure_policy", None)
+    given = validation.validate(config.kv_connector_extra_config, policy, type(config), engine_id=config.engine_id)
+    if given.mistakes:
+        raise ConfigError(given.mistakes)
 
 
 def _wrapped(config: Any) -> Any:
     """Return vLLM's configuration with kvobs as the router of its single connector; else the same one."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
     name = getattr(config, "kv_connector", None)
-    if name in (None, ROUTER, PD_ROUTER) or not isinstance(KVConnectorFactory._registry.get(ROUTER), Loader):
+    if name in (None, ROUTER, PD_ROUTER):
         return config
     if "dynamo" in sys.modules:  # it compares the connector's name
         once("wrap", WARNING, "kvobs is not enabled: NVIDIA Dynamo has to know %s. %s", name, _INSTEAD)

@@ -1,5 +1,6 @@
 """``KVOBS_ENABLE`` puts kvobs behind the registered name; anything but a clear yes leaves vLLM as it is."""
 
+import copy
 import re
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
@@ -17,7 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 import kvobs
 from kvobs import plugin
 from kvobs.cli.check.rewrite import rewrite
-from kvobs.schema.config import ENABLE_VARIABLE
+from kvobs.connectors import validation
+from kvobs.schema.config import ENABLE_VARIABLE, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +133,64 @@ def test_a_single_connector_is_routed_as_rewrite_has_it(
     assert KVConnectorFactory.get_connector_class(wrapped) is kvobs.MultiConnector
 
 
+WRONG = {"nmaes": ["cpu"], "load_policy": "best"}
+ROUTED = {
+    "kv_connector": "MultiConnector", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"connectors": [SINGLE], "kvobs": WRONG},
+}  # fmt: skip
+KEY = {"kv_connector_module_path": "kvobs"}
+ALONE = {**SINGLE, "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30, "kvobs": WRONG}}
+
+
+@pytest.mark.parametrize(
+    ("config", "is_enabled"), [({**ROUTED, **KEY}, False), ({**ROUTED, **KEY}, True), (ROUTED, True), (ALONE, True)]
+)
+def test_wrong_options_are_refused_where_vllm_is_configured(
+    config: dict[str, Any], is_enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first seconds of the API server, before an engine is started."""
+    monkeypatch.setenv(ENABLE_VARIABLE, str(int(is_enabled)))
+    for _ in range(2):
+        plugin.register()
+    with pytest.raises(ValidationError) as raised:
+        VllmConfig(kv_transfer_config=KVTransferConfig(**config))
+    (detail,) = raised.value.errors()
+    error = detail["ctx"]["error"]
+    assert isinstance(error, ConfigError)
+    paths = [f"kv_connector_extra_config.kvobs.{option}" for option in ("load_policy", "nmaes")]
+    assert [mistake.path for mistake in error.mistakes] == paths
+
+
+def test_a_size_that_replaces_kvobs_router_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENABLE_VARIABLE, raising=False)
+    plugin.register()
+    config = KVTransferConfig(**ROUTED, **KEY)
+    with pytest.raises(ConfigError, match=r"kv_connector: found 'OffloadingConnector'.*remove --kv-offloading-size"):
+        resolved(config, 1)
+
+
+@pytest.mark.parametrize("is_enabled", [False, True])
+@pytest.mark.parametrize("obstacle", ["not kvobs's", "a fault in the check", "none"])
+def test_no_other_configuration_is_refused(
+    obstacle: str, is_enabled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(ENABLE_VARIABLE, str(int(is_enabled)))
+    plugin.register()
+    config = {**ROUTED, **KEY}
+    if obstacle == "a fault in the check":
+        monkeypatch.setattr(validation, "validate", lambda *given, **more: 1 / 0)
+    elif obstacle == "not kvobs's":
+        config = {**ROUTED, "kv_connector_module_path": "another.package"}
+    else:
+        config["kv_connector_extra_config"] = {"connectors": [SINGLE], "kvobs": {"load_policy": "longest"}}
+    given = KVTransferConfig(**config)
+    before = copy.deepcopy(given)
+    assert resolved(given) is given
+    assert as_json(given) == as_json(before)
+    assert ("ZeroDivisionError" in caplog.text) is (obstacle == "a fault in the check")
+    assert resolved(None) is None
+
+
 def test_options_of_kvobs_beside_those_of_the_connector_are_kvobss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENABLE_VARIABLE, "1")
     plugin.register()
@@ -144,10 +205,11 @@ def test_a_configuration_with_a_router_or_without_a_connector_stays(monkeypatch:
     monkeypatch.setenv(ENABLE_VARIABLE, "1")
     plugin.register()
     assert resolved(None) is None
+    extra = {"connectors": [SINGLE]}
     for name in (None, "MultiConnector", "PdConnector"):
-        config = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+        config = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
         assert resolved(config) is config
-    ours = KVTransferConfig(kv_connector="MultiConnector", kv_connector_module_path="kvobs", kv_role="kv_both")
+    ours = KVTransferConfig(**{**ROUTED, **KEY, "kv_connector_extra_config": extra})
     assert resolved(ours) is ours
 
 
