@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from kvobs import faults
 from kvobs.connectors.block_copies import BlockCopies
 from kvobs.connectors.child import Child
 from kvobs.connectors.fanout import own_methods
 from kvobs.connectors.specs import StoreSizes, between_engines, load_ends_save
 from kvobs.connectors.sync_loads import Conditions
 from kvobs.connectors.validation import Validated
+from kvobs.export import destinations
 from kvobs.export.feed import Feed, feed_of
 from kvobs.export.host_feed import HostFeed
 from kvobs.log import log
@@ -31,6 +33,7 @@ from kvobs.routing.worker import WorkerSide
 from kvobs.routing.worker_isolation import WorkerGates
 from kvobs.schema import __version__
 from kvobs.schema.config import STOCK_VARIABLE
+from kvobs.schema.options import Options
 from kvobs.state.cache_layout import CacheLayout, bytes_of_blocks, layers_differ
 from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
@@ -149,7 +152,7 @@ def scheduler_side(
         annotator=telemetry,
         stats=telemetry,
     )
-    _introduce(validated, tracing)
+    _introduce(validated, tracing, _destinations(options, vllm_config, tracing))
 
     def bind() -> Mapping[str, Call]:
         offers.bind()
@@ -238,11 +241,21 @@ def _collector(children: Sequence[Child], recorders: Recorders, feed: Feed | Non
     return Collector(classes, recorders.recorder, recorders.journal, feed)
 
 
-def _introduce(validated: Validated, tracing: TracingSettings | None) -> None:
+@faults.contained("flush")
+def _destinations(options: Options, vllm_config: VllmConfig, tracing: TracingSettings | None) -> str:
+    """Return where metrics and spans go, as the end of a line of the log."""
+    setup = destinations.Setup.of_engine(options, vllm_config)
+    metrics = destinations.metrics_go_to(setup, versions.engine_place(vllm_config).on_host)
+    spans = f"spans go to {destinations.spans_go_to(setup, tracing)}" if tracing is not None else "tracing is off"
+    return f"; metrics go to {metrics}; {spans}"
+
+
+def _introduce(validated: Validated, tracing: TracingSettings | None, go_to: str | None) -> None:
     """Log at start to which connectors kvobs routes, which parts of vLLM it leaves in place, and what may surprise."""
     configuration = validated.configuration
     listed = ", ".join(f"{spec.name} ({spec.connector_class.__name__})" for spec in validated.specs)
-    log.info("kvobs %s routes to %s; load_policy %s", __version__, listed, configuration.options.load_policy)
+    policy = configuration.options.load_policy
+    log.info("kvobs %s routes to %s; load_policy %s%s", __version__, listed, policy, go_to or "")
     if choice().is_native:
         log.info("calls are counted by the compiled probe")
     else:

@@ -5,6 +5,7 @@ There the exporter starts by itself. One table, for vLLM's start and for `kvobs 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +15,7 @@ from kvobs.schema.config import EXPORTER_VARIABLE, PATH
 from kvobs.schema.findings import Finding
 from kvobs.schema.options import ExporterOption, ExporterOptions, Options
 from kvobs.telemetry.payload.wire import exporter_url
+from kvobs.telemetry.tracing.sampling import ENDPOINT, TRACES_ENDPOINT, TracingSettings
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -102,6 +104,43 @@ def findings(setup: Setup) -> list[Finding]:
     return [
         Finding(case.path, found, fix=f"remove {PATH}.kvobs.exporter, which then starts by itself; or {case.instead}")
     ]
+
+
+def losses(setup: Setup) -> dict[str, str]:
+    """Return each thing that is lost, with the reason."""
+    case = case_of(setup, None)
+    return {} if case is None else dict.fromkeys(case.lost, case.path)
+
+
+def metrics_go_to(setup: Setup, engine: int = 0) -> str:
+    """Return where the metrics of this engine of the host are, as text."""
+    if (exporter := setup.running) is None:
+        reason = losses(setup).get("metrics")
+        return "/metrics of vLLM's API server" if reason is None else f"nowhere: {reason}"
+    by_otlp = ["by OTLP"] if exporter.otlp_metrics else []
+    case = case_of(setup)
+    why = f", which starts by itself: {case.path}" if case is not None else ""
+    port = exporter.port
+    pages = [exporter_url(exporter.host, port + engine, exporter.web_config)] if port is not None else []
+    return f"{' and '.join(pages + by_otlp)}, from kvobs's exporter{why}"
+
+
+def spans_go_to(setup: Setup, tracing: TracingSettings | None) -> str:
+    """Return where the spans go, as text."""
+    if tracing is None:
+        return "nowhere: tracing is off"
+    if reason := losses(setup).get("tracing"):
+        return f"nowhere: {reason}"
+    sender = "vLLM's API server" if setup.running is None else "kvobs's exporter"
+    endpoint = tracing.endpoint or os.environ.get(TRACES_ENDPOINT) or os.environ.get(ENDPOINT, "")
+    return f"{_without_secrets(endpoint)}, from {sender}"
+
+
+def _without_secrets(endpoint: str) -> str:
+    address = endpoint.partition("?")[0]  # an endpoint of gRPC may have no scheme
+    scheme, separator, rest = address.rpartition("://")
+    place, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{place.rpartition('@')[2]}{slash}{path}"
 
 
 def announce(setup: Setup, engine: EngineInfo | None) -> None:

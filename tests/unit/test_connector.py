@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 import kvobs
+from kvobs.connector import wiring
+from kvobs.export import feed
 from kvobs.probe.black_box import BlackBox
 from kvobs.schema.signals import TIMED
 from kvobs.telemetry.requests.request_log import RequestLog
@@ -21,6 +23,7 @@ from kvobs.telemetry.sides import Collector
 from kvobs.testing import Rig, Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Side
+from tests.support.contexts import no_otel_variables
 from tests.support.rig import child_config
 
 
@@ -37,11 +40,33 @@ def test_the_name_and_the_base_class_are_those_that_vllm_checks() -> None:
     assert list(inspect.signature(cls.__init__).parameters)[3] == "kv_cache_config"
 
 
-def test_the_start_says_what_is_routed_to(caplog: pytest.LogCaptureFixture) -> None:
-    scripts = Script("a"), Script("b")
-    Rig("kvobs", *scripts, kvobs={"names": ["one", "two"], "load_policy": "longest"})
+@pytest.mark.parametrize(
+    ("exporter", "endpoint", "told"),
+    [("auto", None, "metrics go to /metrics of vLLM's API server; tracing is off"),
+     ({"port": 9470}, "http://c:4317", "metrics go to http://127.0.0.1:9470/metrics, from kvobs's exporter; "
+      "spans go to http://c:4317, from kvobs's exporter")],
+)  # fmt: skip
+def test_the_start_shows_connectors_and_where_metrics_are(
+    exporter: Any, endpoint: str | None, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_otel_variables(monkeypatch)
+    monkeypatch.setattr(feed, "Feed", lambda engine: None)  # no process
+    if endpoint:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint)
+    kvobs = {"names": ["one", "two"], "load_policy": "longest", "exporter": exporter}
+    Rig("kvobs", Script("a"), Script("b"), kvobs=kvobs)
     (line,) = [r.getMessage() for r in caplog.records if "routes to" in r.getMessage()]
-    assert "one (ScriptedConnector), two (ScriptedConnector); load_policy longest" in line
+    assert line.endswith(f"one (ScriptedConnector), two (ScriptedConnector); load_policy longest; {told}")
+
+
+def test_a_place_of_metrics_that_is_not_found_ends_no_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.setattr(wiring.destinations, "metrics_go_to", lambda *given: 1 / 0)
+    Rig("kvobs", Script("a"))
+    (line,) = [r.getMessage() for r in caplog.records if "routes to" in r.getMessage()]
+    assert line.endswith("ScriptedConnector (ScriptedConnector); load_policy first")
 
 
 @pytest.mark.parametrize("is_stock", [False, True])

@@ -17,16 +17,15 @@ from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of, without
 from kvobs.connectors import validation
 from kvobs.connectors.known import PD_ROUTER, ROUTER
 from kvobs.connectors.sync_loads import SAFE, Conditions
-from kvobs.export.destinations import Setup, case_of, findings
+from kvobs.export.destinations import Setup, findings, losses, metrics_go_to, spans_go_to
 from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere, listen
 from kvobs.export.web_config import UnusableError, context
 from kvobs.log import line
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH, is_enabled
 from kvobs.schema.findings import Finding, show
 from kvobs.schema.options import ExporterOptions, Options
-from kvobs.telemetry.payload.wire import exporter_url
 from kvobs.telemetry.tracing import sampling
-from kvobs.telemetry.tracing.sampling import ENDPOINT, TRACES_ENDPOINT, TracingSettings
+from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -279,42 +278,6 @@ def _warn_of_dynamo(result: CheckResult, exporter: ExporterOptions | None) -> It
         )
         fix = f"keep Dynamo's configuration where requests are routed by these events, or set {_CONSOLIDATOR}=0"
         yield Finding(DYNAMO_VLLM, found, fix=fix)
-
-
-def losses(setup: Setup) -> dict[str, str]:
-    """Return each thing that is lost, with the reason."""
-    case = case_of(setup, None)
-    return {} if case is None else dict.fromkeys(case.lost, case.path)
-
-
-def metrics_go_to(setup: Setup) -> str:
-    """Return where the metrics can be had, as text."""
-    if (exporter := setup.running) is None:
-        reason = losses(setup).get("metrics")
-        return "/metrics of vLLM's API server" if reason is None else f"nowhere: {reason}"
-    by_otlp = ["by OTLP"] if exporter.otlp_metrics else []
-    case = case_of(setup)
-    why = f", which starts by itself: {case.path}" if case is not None else ""
-    pages = [exporter_url(exporter.host, exporter.port, exporter.web_config)] if exporter.port is not None else []
-    return f"{' and '.join(pages + by_otlp)}, from kvobs's exporter{why}"
-
-
-def spans_go_to(setup: Setup, tracing: TracingSettings | None) -> str:
-    """Return where the spans go, as text."""
-    if tracing is None:
-        return "nowhere: tracing is off"
-    if reason := losses(setup).get("tracing"):
-        return f"nowhere: {reason}"
-    sender = "vLLM's API server" if setup.running is None else "kvobs's exporter"
-    endpoint = tracing.endpoint or os.environ.get(TRACES_ENDPOINT) or os.environ.get(ENDPOINT, "")
-    return f"{_without_secrets(endpoint)}, from {sender}"
-
-
-def _without_secrets(endpoint: str) -> str:
-    address = endpoint.partition("?")[0]  # an endpoint of gRPC may have no scheme
-    scheme, separator, rest = address.rpartition("://")
-    place, slash, path = rest.partition("/")
-    return f"{scheme}{separator}{place.rpartition('@')[2]}{slash}{path}"
 
 
 def _check_effects(result: CheckResult, flags: Flags) -> None:

@@ -8,9 +8,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvobs
-from kvobs.cli.check.check import losses, metrics_go_to, spans_go_to
 from kvobs.export import feed as feed_module
-from kvobs.export.destinations import CASES, Case, Setup, findings
+from kvobs.export.destinations import CASES, Case, Setup, findings, losses, metrics_go_to, spans_go_to
 from kvobs.schema.config import EXPORTER_VARIABLE
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.telemetry.payload.wire import EngineInfo
@@ -54,6 +53,10 @@ def test_where_something_would_be_lost_it_is_reported_once_or_the_exporter_runs(
     by_itself = f"http://127.0.0.1:9464/metrics, from kvobs's exporter, which starts by itself: {path}"
     assert metrics_go_to(Setup(**given)) == ("/metrics of vLLM's API server" if path is None else by_itself)
     assert metrics_go_to(Setup(ON, **given)) == "http://127.0.0.1:9464/metrics, from kvobs's exporter"
+
+
+def test_each_engine_of_a_host_has_its_address() -> None:
+    assert metrics_go_to(Setup(ON), 2) == "http://127.0.0.1:9466/metrics, from kvobs's exporter"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.path)
