@@ -25,6 +25,12 @@ Values = Mapping[Series, float]
 
 PLAIN = "text/plain"
 PREFIX = "kvobs_"
+
+
+class EndedError(NoAnswerError):
+    """The engine of these metrics has ended; its exporter serves the last ones."""
+
+
 NO_METRICS = (
     f"no {PREFIX}* metrics here: where the exporter runs they are at its own port "
     f"({ExporterOptions.model_fields['port'].default} by default); else check that kvobs is enabled"
@@ -73,7 +79,7 @@ def values_of(text: str) -> Values:
     ends = {signals.ENGINE_UP.name: 0, signals.ENGINE_ENDED.name: 1}
     if any(ends.get(name) == value for (name, _), value in values.items()):
         # Its exporter shows it; vLLM's own server has no such metric.
-        raise NoAnswerError(f"its engine has ended{_end(values)}")
+        raise EndedError(f"its engine has ended{_end(values)}")
     return values
 
 

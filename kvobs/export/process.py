@@ -193,7 +193,8 @@ class Exporter:
         self._totals.set_exporter_gauge(signals.ENGINE_UP, int(self._is_up))
         if self._engine.has_core:
             self._totals.set_exporter_gauge(signals.LAST_PAYLOAD, self._last_payload_s)
-            self._totals.set_exporter_gauge(signals.SPANS_QUEUED, self._queued)
+            if self._engine.has_spans:  # without it nothing is traced
+                self._totals.set_exporter_gauge(signals.SPANS_QUEUED, self._queued)
 
     @property
     def _queued(self) -> int:

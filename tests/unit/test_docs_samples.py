@@ -23,6 +23,7 @@ from kvobs.schema import __version__, signals
 from kvobs.telemetry.payload.kvobs_stats import summarize
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.promtool import answers
+from tests.support.top_engines import exporting
 from tests.support.top_rows import SERVER
 from tests.support.watched import config, note
 
@@ -109,9 +110,17 @@ INSTALLED = ("package", "library")  # differ from one machine to the next
 def test_the_check_of_a_configuration_is_what_it_prints() -> None:
     lines = [line for line in sample("docs/check.md", f"kvobs {__version__} routes") if line.strip() != "..."]
     shown = [f"{line.split()[0]} ..." if line.startswith(INSTALLED) else line for line in lines]
-    assert len(shown) > 12
-    result = CliRunner().invoke(app, ["check", CHECKED], env={"COLUMNS": "100"})
-    assert not_printed(shown, result.stdout.splitlines()) == []
+    more = [line for line in sample("docs/check.md", "OffloadingConnector   NixlConnector") if line.strip() != "..."]
+    assert (len(shown), len(more)) == (5, 10)
+    result = CliRunner().invoke(app, ["check", CHECKED, "-v"], env={"COLUMNS": "100"})
+    assert not_printed([*shown, *more], result.stdout.splitlines()) == []
+
+
+def test_the_look_at_a_server_is_what_it_prints() -> None:
+    command, *shown = sample("README.md", "$ kvobs check --server")
+    with exporting(lambda _: None, {}, [], ("cpu", "nixl")) as address:
+        printed = kvobs("check", "--server", address)
+    assert [line.replace(address, command.split()[-1]) for line in printed] == shown
 
 
 def test_who_reads_from_whom_is_what_the_command_prints() -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, Any, NoReturn
@@ -60,6 +60,9 @@ def check(
         bool, typer.Option("--rewrite", help="Print only the configuration, changed to use kvobs.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    is_verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also print tables: all that was found, and what is off.")
+    ] = False,
     disable_log_stats: Annotated[bool, typer.Option("--disable-log-stats", help="As given to vLLM.")] = False,
     otlp_traces_endpoint: Annotated[str | None, typer.Option(metavar="URL", help="As given to vLLM.")] = None,
     api_server_count: Annotated[int | None, typer.Option(min=1, help="As given to vLLM.")] = None,
@@ -70,13 +73,13 @@ def check(
     """Check a --kv-transfer-config and name every mistake in it; or look at running servers and their Prometheus.
 
     Of a line or a file with engines, vLLM's other options and the engines' variables are read too. Exit status 1 if
-    there is a mistake, or nothing that --rewrite could print.
+    there is a mistake, a problem of a server, or nothing that --rewrite could print.
     """
     if (config is None) == (not server and prometheus is None):
         raise typer.BadParameter("give either the configuration, or --server and/or --prometheus", param_hint="CONFIG")
     if config is None:
         use_certificates(cacert, cert, key)
-        _look(server or [], prometheus, as_json=as_json)
+        _look(server or [], prometheus, as_json=as_json, is_verbose=is_verbose)
     out = Console(stderr=True) if should_rewrite else _console(is_quiet=as_json)
     sources = read(config)
     if should_rewrite and len(sources) > 1:
@@ -88,7 +91,8 @@ def check(
         "api-server-count": api_server_count,
     }
     try:
-        results = _check_all(sources, {name: value for name, value in given.items() if value}, out, should_rewrite)
+        given = {name: value for name, value in given.items() if value}
+        results = _check_all(sources, given, out, should_rewrite=should_rewrite, is_verbose=is_verbose)
     except KeyboardInterrupt:
         Console(stderr=True).print("Stopped.", style="yellow")
         raise typer.Exit(130) from None
@@ -98,7 +102,9 @@ def check(
     raise typer.Exit(1 if any(result.mistakes or (should_rewrite and result.unknown) for result in results) else 0)
 
 
-def _check_all(sources: list[Source], given: dict[str, Any], out: Console, should_rewrite: bool) -> list[CheckResult]:
+def _check_all(
+    sources: list[Source], given: dict[str, Any], out: Console, *, should_rewrite: bool, is_verbose: bool
+) -> list[CheckResult]:
     """Check each configuration, with vLLM's options that this command has; print the results, or what it becomes."""
     results = list[CheckResult]()
     taken: dict[str, dict[int, str]] = {"": {}}  # by network: the exporters' ports, and whose they are
@@ -116,7 +122,7 @@ def _check_all(sources: list[Source], given: dict[str, Any], out: Console, shoul
             ports = taken.setdefault(network := source.environment.get(NETWORK, ""), {})
             flags = flags_of(source.config, source.flags, source.environment, given=given, taken=ports)
             with _environment(source.environment):
-                result = (_rewrite if should_rewrite else _check)(source, flags, out)
+                result = _rewrite(source, flags, out) if should_rewrite else _check(source, flags, out, is_verbose)
             for kind, its in (("the exporter's", result.ports), (f"{NIXL_PORT} of NixlConnector", flags.nixl)):
                 whose = f"{kind} of {source.place}, if both run on one host"
                 ports |= dict.fromkeys(its if network else (), whose)
@@ -138,19 +144,21 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _check(source: Source, flags: Flags, out: Console) -> CheckResult:
-    """Check the text and print the results, then the classes and theirs, then the verdict."""
+def _check(source: Source, flags: Flags, out: Console, is_verbose: bool) -> CheckResult:
+    """Check the text and print what was found, then the same of the classes, the verdict, and tables if asked for."""
     result = check_text(source.config, flags)
     result.add(source.mistakes, source.warnings)
-    out.print(lay_out_text(result))
+    if result.connectors:
+        out.print(headline(result), soft_wrap=True)
     _print_findings(out, result)
-    printed_off, printed = list(result.off), [*result.warnings, *result.mistakes]
+    printed = [*result.warnings, *result.mistakes]
     if result.vllm is not None:
         with _quiet_import():
             check_classes(result)
-        out.print(lay_out_classes(result, printed_off))
         _print_findings(out, result, printed)
     out.print(verdict(result), soft_wrap=True)
+    if is_verbose:
+        out.print(tables(result))
     return result
 
 
@@ -164,7 +172,7 @@ def _rewrite(source: Source, flags: Flags, out: Console) -> CheckResult:
     return result
 
 
-def _look(servers: list[str], prometheus: str | None, *, as_json: bool) -> NoReturn:
+def _look(servers: list[str], prometheus: str | None, *, as_json: bool, is_verbose: bool) -> NoReturn:
     """Look at running servers and their Prometheus, and print the result."""
     try:
         urls = list(dict.fromkeys(map(url_of, servers)))
@@ -173,9 +181,12 @@ def _look(servers: list[str], prometheus: str | None, *, as_json: bool) -> NoRet
         raise typer.BadParameter(str(error), param_hint="URL") from None
     result = look(urls, of_prometheus)
     out = _console(is_quiet=as_json)
-    out.print(lay_out_live(result))
+    for text in summaries(result):
+        out.print(text, soft_wrap=True, highlight=False)
     _print_findings(out, result)
     out.print(verdict(result))
+    if is_verbose:
+        out.print(Group(Text(), *(_pairs(facts, where) for where, facts in result.facts.items())))
     if as_json:
         typer.echo(json.dumps(asdict(result)))
     raise typer.Exit(1 if result.mistakes else 0)
@@ -220,25 +231,32 @@ def _quiet_import() -> Iterator[None]:
 # --- what is printed
 
 
-def lay_out_text(result: CheckResult) -> Group:
-    """Return the results of the text: router, connectors, properties, disabled features."""
+def tables(result: CheckResult) -> Group:
+    """Return the connectors, their properties together, and the disabled features; empty without a connector."""
     parts: list[RenderableType] = []
     if result.connectors:
-        parts = [Text(_headline(result)), Text(), _connectors(result.connectors), Text()]
-        parts += [_pairs(_together(result), "together"), Text(), _pairs(result.off, "off", "why"), Text()]
+        parts = [Text(), _connectors(result.connectors), Text(), _pairs(_together(result), "together"), Text()]
+        parts += [_pairs(result.off, "off", "why")]
     return Group(*parts)
 
 
-def lay_out_classes(result: CheckResult, printed: Collection[str] = ()) -> Group:
-    """Return the results of the classes: disabled features beyond those already printed."""
-    off = {feature: why for feature, why in result.off.items() if feature not in printed}
-    return Group(Text(), _pairs(off, "off", "why"), Text()) if off else Group()
+def summaries(result: LiveResult) -> Iterator[Text]:
+    """Yield a line for each address with its versions and its connectors' states, or its jobs."""
+    for where, facts in result.facts.items():
+        of_server = f"kvobs {facts.get('kvobs')} in vLLM {facts.get('vLLM')}; connectors: {facts.get('connectors')}"
+        yield Text(f"{where}: {of_server if 'kvobs' in facts else '; '.join(_of_prometheus(facts))}")
+
+
+def _of_prometheus(facts: Mapping[str, str]) -> Iterator[str]:
+    yield from (f"{name}: {facts[name]}" for name in ("jobs", "rules of kvobs") if name in facts)
 
 
 def lines(result: CheckResult | LiveResult, printed: Container[Finding] = ()) -> Iterator[Text]:
     """Yield a line for each finding that is not printed yet, with its fix."""
     kinds = (("warning", "yellow", result.warnings), ("unknown", "cyan", result.unknown))
-    for title, style, findings in (*kinds, ("mistake", "red", result.mistakes)):
+    if isinstance(result, LiveResult):
+        yield from (Text.assemble(("alert:", "red"), f" {alert}") for alert in result.alerts)
+    for title, style, findings in (*kinds, (_word(result), "red", result.mistakes)):
         for finding in findings:
             if finding not in printed:
                 text = Text(f"{title}: {finding}")
@@ -246,19 +264,22 @@ def lines(result: CheckResult | LiveResult, printed: Container[Finding] = ()) ->
                 yield text
 
 
-def lay_out_live(result: LiveResult) -> Group:
-    return Group(*(part for where, facts in result.facts.items() for part in (_pairs(facts, where), Text())))
+def _word(result: CheckResult | LiveResult) -> str:
+    """Return what one of its ``mistakes`` is: nobody made an outage by a configuration."""
+    return "problem" if isinstance(result, LiveResult) else "mistake"
 
 
 def verdict(*results: CheckResult | LiveResult) -> Text:
     """Return the last line: the number of findings of each kind, and whether classes were left out."""
     kinds = ("mistakes", "warnings", "unknown")
     mistakes, warnings, unknown = (sum(len(getattr(each, kind)) for each in results) for kind in kinds)
-    parts = [count(mistakes, "mistake") if mistakes else "no mistakes"]
+    parts = [count(mistakes, _word(results[0])) if mistakes else f"no {_word(results[0])}s"]
     if unknown:
         parts.append(f"{unknown} not known here")
     if warnings:
         parts.append(count(warnings, "warning"))
+    if alerts := sum(len(each.alerts) for each in results if isinstance(each, LiveResult)):
+        parts.append(count(alerts, "alert"))
     has_gap = any(isinstance(each, CheckResult) and "classes" in each.off for each in results)
     gap = "; the connectors' classes were not checked" if has_gap else ""
     engines = f"{count(len(results), 'engine')}: " if len(results) > 1 else ""
@@ -279,13 +300,19 @@ def as_dict(result: CheckResult) -> dict[str, Any]:
     }
 
 
-def _headline(result: CheckResult) -> str:
+def headline(result: CheckResult) -> Text:
+    """Return who routes to how many connectors, and where metrics and spans go."""
+    spans = "tracing is off" if result.tracing == "off" else f"spans go to {result.spans_go_to}"
+    return Text(f"{_routing(result)}\nMetrics go to {result.metrics_go_to}; {spans}.")
+
+
+def _routing(result: CheckResult) -> str:
     version = f"vLLM {result.vllm}" if result.vllm else "vLLM (not installed here)"
     between = f"{version} and {count(len(result.connectors), 'connector')}"
     if result.router is Router.KVOBS:
         by = ", enabled by KVOBS_ENABLE" if result.by_variable else ""
         return f"kvobs {__version__} routes between {between}{by}."
-    return f"kvobs is not in this configuration. With --rewrite it would route between {between}:"
+    return f"kvobs is not in this configuration. With --rewrite it would route between {between}."
 
 
 def _connectors(connectors: Sequence[ConnectorResult]) -> Table:

@@ -1,5 +1,6 @@
 """Look at running servers, and at the Prometheus that scrapes them: metrics, exemplars, doubled series, rules, jobs."""
 
+import datetime as dt
 import json
 import re
 import time
@@ -12,8 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvobs.cli import dashboards
-from kvobs.cli.output import printable
-from kvobs.cli.scrapes import NO_METRICS, PLAIN, PREFIX, Numbers, Scrape, parse_vllm, values_of
+from kvobs.cli.output import duration, printable
+from kvobs.cli.scrapes import NO_METRICS, PLAIN, PREFIX, EndedError, Numbers, Scrape, parse_vllm, values_of
 from kvobs.cli.top.rows import server_row
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.schema import signals
@@ -40,11 +41,47 @@ _STATES = {
 """By a connector's state: what is said of it, and the alert whose part of the runbook helps."""
 
 
+_FIXES = {
+    NO_METRICS: "give the exporter's address",
+    EndedError: "see KvobsEngineEnded in the runbook, and `kvobs timeline` on that machine for the last calls; after "
+    "SIGKILL look for the out-of-memory killer: `dmesg`, or the pod's last state",
+}
+"""By the text or the class of an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """An alert that fires, with its labels; ``since`` is when its condition became true, in seconds since 1970."""
+
+    name: str
+    severity: str
+    connector: str
+    instance: str
+    since: float
+
+    @classmethod
+    def of(cls, name: str, fired: Mapping[str, Any]) -> "Alert":
+        """Return an alert from Prometheus's list of its rules."""
+        labels = {label: printable(str(value)) for label, value in fired.get("labels", {}).items()}
+        since = dt.datetime.fromisoformat(str(fired["activeAt"])).timestamp()
+        own = (labels.get(label, "") for label in ("severity", "connector", "instance"))
+        return cls(name, *own, since)
+
+    def __str__(self) -> str:
+        """Return a line with the labels that it has, by this machine's clock."""
+        of = f" of connector {self.connector}" if self.connector else ""
+        at = f" at {self.instance}" if self.instance else ""
+        begun = dt.datetime.fromtimestamp(self.since).astimezone()
+        ago = duration(max(0.0, time.time() - self.since))
+        return f"{self.name} ({self.severity or 'no severity'}){of}{at}, since {begun:%Y-%m-%d %H:%M:%S} ({ago} ago)"
+
+
 @dataclass(slots=True)
 class LiveResult:
-    """The facts by address, and the findings."""
+    """The facts by address, the findings, and the alerts that fire. ``mistakes`` are problems, whoever made them."""
 
     facts: dict[str, dict[str, str]] = field(default_factory=dict)
+    alerts: list[Alert] = field(default_factory=list)
     mistakes: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
     unknown: tuple[Finding, ...] = ()
@@ -76,9 +113,7 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
         values = values_of(text)
         exemplars = _exemplars(url)
     except NoAnswerError as error:
-        fix = (
-            "give the exporter's address" if str(error) == NO_METRICS else "check that the server runs at this address"
-        )
+        fix = _FIXES.get(str(error)) or _FIXES.get(type(error), "check that the server runs at this address")
         result.refuse(url, str(error), fix)
         return set()
     numbers = Numbers.of(values.items())
@@ -98,9 +133,9 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
     if exemplars is None:
         fix = "use the exporter; or scrape /metrics/, with the slash, of vLLM's server"
         result.warn(url, "serves no OpenMetrics here, so that there are no exemplars", fix)
-    elif not exemplars and has_core:
-        fix = "if requests are traced: see 'Exemplars' in docs/tracing.md; there are none before the first traced load"
-        result.warn(url, "has no exemplars", fix)
+    elif not exemplars and signals.SPANS_QUEUED.name in numbers.by_name:  # its exporter exports spans
+        fix = "see 'Exemplars' in docs/tracing.md; there are none before the first traced load"
+        result.warn(url, "has no exemplars, and exports spans", fix)
     if doubled := [name for name, times in series.items() if times > 1]:
         found = f"serves {len(doubled)} series more than once, such as {printable(doubled[0])[:200]}"
         result.refuse(url, found, "report it: Prometheus refuses such an answer")
@@ -173,6 +208,11 @@ def _look_at_rules(result: LiveResult, where: str, facts: dict[str, str], groups
     facts["rules of kvobs"] = f"{len(loaded)} of {len(shipped)}"
     firing = [name for name, rule in loaded.items() if rule.get("state") == "firing"]
     facts["alerts that fire"] = ", ".join(firing) or "none"
+    fired = [(name, each) for name in firing for each in loaded[name].get("alerts", ())]
+    with suppress(KeyError, TypeError, ValueError, AttributeError):  # not as Prometheus's API has it
+        result.alerts += sorted(
+            (Alert.of(name, each) for name, each in fired if each["state"] == "firing"), key=lambda alert: alert.since
+        )
     if missing:
         found = f"has not loaded {len(missing)} of kvobs's {len(shipped)} rules and alerts, such as {missing[0]}"
         result.warn(where, found, "kvobs dashboards export DIR, and name DIR/rules/*.yml in rule_files")

@@ -305,7 +305,7 @@ def test_after_the_clock_was_put_back_the_last_numbers_are_of_the_past(made: Any
 
 
 def test_health_and_its_own_numbers_are_those_of_now(made: Any, clock: Any) -> None:
-    exporter = made(pid=5, began_ns=0)
+    exporter = made(pid=5, began_ns=0, has_spans=True)
     exporter._cutter = Mock(queued=3)
     for clock.now in (1.0, 2.0, 4.4444):
         page = exporter._text("application/openmetrics-text")[1].decode()
@@ -320,6 +320,10 @@ def test_health_and_its_own_numbers_are_those_of_now(made: Any, clock: Any) -> N
     assert exporter._health() == (True, state)
     exporter._is_up = False
     assert exporter._health() == (False, state | {"engine": "gone"})
+
+
+def test_without_tracing_no_spans_are_queued(made: Any) -> None:
+    assert "kvobs_spans_queued{" not in made()._text("text/plain")[1].decode()
 
 
 @pytest.mark.parametrize(("level", "shown"), [(None, logging.INFO), ("debug", logging.DEBUG)])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from rich.console import Console
 
-from kvobs.cli.check.command import as_dict, lay_out_classes, lay_out_text, lines
+from kvobs.cli.check.command import as_dict, headline, lines, tables
 from kvobs.cli.check.flags import Flags
 from kvobs.schema.config import PATH, ConfigError, read
 from kvobs.schema.findings import Finding
@@ -164,6 +164,6 @@ def test_any_configuration_has_an_answer(config: dict[str, Any], connector: Any)
     """And that can be printed, and sent as JSON."""
     checked = check({**config, "kv_connector": connector})
     json.dumps(as_dict(checked))
-    parts = [lay_out_text(checked), lay_out_classes(checked), *lines(checked)]
+    parts = [headline(checked), tables(checked), *lines(checked)]
     Console(file=io.StringIO()).print(*parts)
     assert checked.mistakes or starts({**config, "kv_connector": connector})

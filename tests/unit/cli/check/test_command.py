@@ -31,16 +31,19 @@ def run(config: Any, *arguments: str, stdin: str | None = None) -> Result:
 
 def test_a_good_configuration_is_printed_with_where_metrics_and_spans_go() -> None:
     spans = ("--otlp-traces-endpoint", "http://collector:4317")
-    result = run(GOOD, *spans)
-    assert result.exit_code == 0
-    assert "routes between vLLM" in result.stdout
+    short, result = run(GOOD, *spans), run(GOOD, *spans, "-v")
+    headline, where, end = short.stdout.splitlines()
+    assert (short.exit_code, end) == (0, "no mistakes")
+    assert "routes between vLLM" in headline
+    to = "Metrics go to /metrics of vLLM's API server; spans go to http://collector:4317, from vLLM's API server."
+    assert where == to
+    assert result.stdout.startswith(short.stdout), "tables come last"
     lines = result.stdout.splitlines()
     cells = (re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines)
     texts = dict(cell for cell in cells if len(cell) == 2)
     assert texts["kv_connector"].split() == ["OffloadingConnector", "NixlConnector"]
     assert texts["metrics go to"] == "/metrics of vLLM's API server"
     assert texts["spans go to"] == "http://collector:4317, from vLLM's API server"
-    assert lines[-1] == "no mistakes"
     report = json.loads(run(GOOD, *spans, "--json").stdout)
     assert (report["metrics_go_to"], report["spans_go_to"]) == (texts["metrics go to"], texts["spans go to"])
 
@@ -161,7 +164,7 @@ def test_without_vllm_only_the_text_is_checked() -> None:
 
 
 def test_no_character_is_too_much_for_an_ascii_terminal() -> None:
-    result = without_vllm({"kv_connector": "Ünïcode", "kv_role": "ßoth"}, PYTHONIOENCODING="ascii")
+    result = without_vllm({"kv_connector": "Ünïcode", "kv_role": "ßoth"}, "-v", PYTHONIOENCODING="ascii")
     assert "Traceback" not in result.stderr
     assert result.returncode == 1
     assert "\\xdcn\\xefcode" in result.stdout

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,23 @@ from typer.testing import CliRunner
 from kvobs.cli import commands as cli
 from kvobs.cli import dashboards
 from kvobs.cli.check import live
-from kvobs.cli.check.live import look, shipped_rules
+from kvobs.cli.check.live import OPENMETRICS, look, shipped_rules
 from kvobs.cli.scrapes import NO_METRICS
 from kvobs.cli.web import Page
 from kvobs.probe.recorder import Recorder
+from kvobs.schema import __version__
 from kvobs.schema.signals import (
     CALL_DURATION,
     CORRUPT_BLOCKS,
+    ENGINE_ENDED,
+    ENGINE_UP,
     INTERNAL_ERRORS,
     LOAD_DURATION,
     LOADS,
     LOOKUPS,
     OLDEST_IN_FLIGHT,
     QUARANTINED,
+    SPANS_QUEUED,
     slot,
 )
 from tests.engine.prometheus import major, scraping
@@ -57,14 +62,30 @@ def test_facts_of_a_server_are_printed(exporter: str) -> None:
     facts = looked.facts[exporter]
     assert (facts["vLLM"], facts["connectors"], facts["exemplars"]) == ("0.32.0", "cpu (Idle), disk (Idle)", "0")
     assert int(facts["series of kvobs"]) >= 5
-    assert [warning.found for warning in looked.warnings] == ["has no exemplars"]
+    assert looked.warnings == [], "nothing is traced"
+
+
+def test_exemplars_are_missed_where_spans_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "get", lambda *_: Page(f"{SERIES}{SPANS_QUEUED.name} 0\n", OPENMETRICS))
+    (warning,) = look(["http://x/metrics"]).warnings
+    assert warning.found == "has no exemplars, and exports spans"
+
+
+@pytest.mark.parametrize("reason", ["SIGKILL", ""])
+def test_the_end_of_an_engine_has_its_own_fix(reason: str) -> None:
+    ended = f'{ENGINE_ENDED.name}{{reason="{reason}"}} 1\n' if reason else f"{ENGINE_UP.name} 0\n"
+    with answering(200, SERIES + ended) as url:
+        (problem,) = look([url]).mistakes
+    assert problem.found == "its engine has ended" + (f": {reason}" if reason else "")
+    assert "out-of-memory killer" in problem.fix
+    assert "kvobs timeline" in problem.fix
 
 
 def test_exporter_of_another_host_counts_nothing_twice(exporter: str) -> None:
     with exporting(lambda _: None, {}, [], ("cpu",), has_core=False) as address:
         looked = look([exporter, other := f"http://{address}/metrics"])
     assert looked.facts[other]["EngineCore"] == "on another host, whose exporter has its numbers"
-    assert [(warning.path, warning.found) for warning in looked.warnings] == [(exporter, "has no exemplars")]
+    assert looked.warnings == []
 
 
 def test_exemplars_are_counted_at_the_path_with_the_slash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,11 +195,38 @@ def test_a_prometheus_that_has_it_all_is_fine(exporter: str, tmp_path: Path) -> 
         where = f"http://127.0.0.1:{prometheus.port}"
         looked = look([exporter], where)
     assert looked.mistakes == []
-    assert [warning.found for warning in looked.warnings] == ["has no exemplars"]
+    assert looked.warnings == []
     facts = looked.facts[where]
     assert facts["rules of kvobs"] == f"{len(shipped_rules())} of {len(shipped_rules())}"
     assert facts["jobs"] == "kvobs (1 of 1 up), vllm (1 of 1 up)"
     assert facts["alerts that fire"] == "none"
+
+
+def test_an_alert_has_its_connector_and_its_beginning(exporter: str, tmp_path: Path) -> None:
+    begun = time.time()
+    (tmp_path / "rules").mkdir()
+    labels = "labels: {severity: critical, connector: cpu}"
+    alerts = [f"{{alert: KvobsJobMissing, expr: kvobs_engine_up == 1, {labels}}}",
+              "{alert: KvobsCallHangs, expr: kvobs_engine_up == 1, for: 1h}"]  # fmt: skip
+    (tmp_path / "rules/some.yml").write_text(f"groups: [{{name: g, interval: 1s, rules: [{', '.join(alerts)}]}}]\n")
+    with scraping(tmp_path, jobs(("kvobs", address_of(exporter)), rules=tmp_path)) as prometheus:
+        assert eventually(lambda: prometheus.value('count(ALERTS{alertstate="firing"})') == 1)
+        where, address = f"127.0.0.1:{prometheus.port}", address_of(exporter)
+        (alert,) = look([], f"http://{where}").alerts
+        arguments = ["check", "--prometheus", where]
+        shown = CliRunner().invoke(cli.app, arguments).stdout.splitlines()
+        noted = json.loads(CliRunner().invoke(cli.app, [*arguments, "--json"]).stdout)
+        since = prometheus.value('ALERTS_FOR_STATE{alertname="KvobsJobMissing"}')
+    assert (alert.name, alert.severity, alert.connector, alert.instance) == (
+        "KvobsJobMissing", "critical", "cpu", address
+    )  # fmt: skip
+    assert since is not None
+    assert begun - 1 < since <= alert.since < since + 1
+    (line,) = [line for line in shown if line.startswith("alert: ")]
+    assert line.startswith(f"alert: KvobsJobMissing (critical) of connector cpu at {address}, since 20")
+    assert noted["alerts"] == [asdict(alert)]
+    assert noted["facts"][f"http://{where}"]["alerts that fire"] == "KvobsJobMissing"
+    assert shown[-1].endswith(", 1 alert")
 
 
 def drop_of_vllm(configuration: str) -> str:
@@ -229,13 +277,19 @@ def test_another_server_than_a_prometheus_is_named(exporter: str) -> None:
 
 
 def test_the_command_prints_it_and_its_verdict(exporter: str) -> None:
-    result = CliRunner().invoke(cli.app, ["check", "--server", address_of(exporter)])
+    arguments = ["check", "--server", address_of(exporter)]
+    result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0
-    assert "connectors" in result.stdout
-    assert result.stdout.splitlines()[-1] == "no mistakes, 1 warning"
+    headline = f"{exporter}: kvobs {__version__} in vLLM 0.32.0; connectors: cpu (Idle), disk (Idle)"
+    assert result.stdout.splitlines() == [headline, "no problems"]
+    verbose = CliRunner().invoke(cli.app, [*arguments, "-v"]).stdout
+    assert verbose.startswith(result.stdout)
+    assert "series of kvobs" in verbose
     noted = json.loads(CliRunner().invoke(cli.app, ["check", "--server", address_of(exporter), "--json"]).stdout)
     assert noted["facts"][exporter]["connectors"] == "cpu (Idle), disk (Idle)"
-    assert CliRunner().invoke(cli.app, ["check", "--server", "localhost:1"]).exit_code == 1
+    gone = CliRunner().invoke(cli.app, ["check", "--server", "localhost:1"])
+    assert (gone.exit_code, gone.stdout.splitlines()[-1]) == (1, "1 problem")
+    assert gone.stdout.startswith("problem: http://localhost:1/metrics: no answer")
 
 
 @pytest.mark.parametrize("arguments", [[], ["{}", "--server", "localhost"], ["--server", "8000"]])
