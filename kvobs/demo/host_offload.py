@@ -36,7 +36,8 @@ class HostOffloadingSpec(CPUOffloadingSpec):
     def get_worker(self, kv_caches: base.CanonicalKVCaches) -> base.OffloadingWorker:
         """Return this process's worker, made on the first call."""
         if self._worker is None:
-            self._worker = HostWorker(kv_caches, self.blocks_per_chunk, chunks_of(self))
+            kind = ShiftingWorker if self.extra_config.get("fault") == "wrong-bytes" else HostWorker
+            self._worker = kind(kv_caches, self.blocks_per_chunk, chunks_of(self))
         return self._worker
 
 
@@ -96,13 +97,36 @@ class HostWorker(base.OffloadingWorker):
         """Return at once: a submitted job is a finished one."""
 
 
+class ShiftingWorker(HostWorker):
+    """Loads the next blocks of its memory, as a store that mixes up its keys does; each load succeeds."""
+
+    @property
+    def shifts(self) -> bool:
+        """Return whether the next load is of other blocks."""
+        return True
+
+    def copy(
+        self, job_id: int, engine_spec: base.GPULoadStoreSpec, host_spec: base.LoadStoreSpec, *, store: bool
+    ) -> bool:
+        if store or not self.shifts:
+            return super().copy(job_id, engine_spec, host_spec, store=store)
+        right, self.host = self.host, [host.roll(-1, 0) for host in self.host]
+        try:
+            return super().copy(job_id, engine_spec, host_spec, store=store)
+        finally:
+            self.host = right
+
+
 SLOW_S = 1.2
 """How much longer a load takes: a slow connector's is over `slow_load_ms`."""
 SLOW_RANK = 1
 
 
 class FaultyOffloadingConnector(OffloadingConnector):
-    """Loads late on every rank or on one, or raises when it is to load; option ``fault`` is a key of `FAULTS`."""
+    """Loads late on every rank or on one, or raises when it is to load; option ``fault`` is a key of `FAULTS`.
+
+    The spec reads ``wrong-bytes`` itself.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -99,6 +99,17 @@ def test_a_failing_child_is_named_and_left_out_while_the_other_one_serves() -> N
     assert "AssertionError" not in printed, "of OffloadingConnector, asked for results without a step's metadata"
 
 
+def test_wrong_bytes_are_found_though_every_load_succeeds() -> None:
+    rows, seen = run("wrong-bytes")
+    assert rows["cpu"].loads["ok"]
+    assert not rows["cpu"].loads["failed"]
+    printed = seen.printed.getvalue()
+    assert 'kvobs_corrupt_blocks_total{connector="cpu", rank="0"}' in printed
+    assert 'kvobs_corrupt_blocks_total{connector="disk"' not in printed
+    assert "connector 'cpu' loaded wrong bytes on rank 0: " in printed
+    assert seen.top["cpu"].state == "Corrupt"
+
+
 def test_a_slow_rank_is_named() -> None:
     rows, seen = run("slow-rank")
     loads = rows["cpu"].loads["ok"]

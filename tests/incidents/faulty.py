@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.kv_offload import base
 
-from kvobs.demo.host_offload import HostOffloadingSpec, HostWorker
+from kvobs.demo.host_offload import HostOffloadingSpec, ShiftingWorker
 from tests.engine.children_stats import IdleChild
 from tests.support.watched import FAULTS
 
@@ -53,20 +53,15 @@ class ShiftingSpec(HostOffloadingSpec):
     def get_worker(self, kv_caches: base.CanonicalKVCaches) -> base.OffloadingWorker:
         worker = super().get_worker(kv_caches)
         if self.config.parallel.rank == 1:
-            worker.__class__, worker.trigger = ShiftingWorker, Path(self.extra_config["trigger"])
+            worker.__class__, worker.trigger = TriggeredWorker, Path(self.extra_config["trigger"])
         return worker
 
 
-class ShiftingWorker(HostWorker):
-    """Loads the next blocks of its memory."""
+class TriggeredWorker(ShiftingWorker):
+    """Loads the next blocks of its memory while there is a file."""
 
     trigger: Path
 
-    def copy(self, job_id: int, engine_spec: Any, host_spec: Any, *, store: bool) -> bool:
-        if store or not self.trigger.exists():
-            return super().copy(job_id, engine_spec, host_spec, store=store)
-        right, self.host = self.host, [host.roll(-1, 0) for host in self.host]
-        try:
-            return super().copy(job_id, engine_spec, host_spec, store=store)
-        finally:
-            self.host = right
+    @property
+    def shifts(self) -> bool:
+        return self.trigger.exists()

@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvobs.cli import app
+from kvobs.cli.check.source import parse
 from kvobs.demo import load, run, server
 from kvobs.schema.config import read
 
@@ -97,6 +98,16 @@ def test_an_exporter_that_gives_no_answer_is_named(monkeypatch: pytest.MonkeyPat
     made = server.Server(tmp_path, tmp_path / "log", config)
     with pytest.raises(server.ServerError, match=r"kvobs's exporter, http://127.0.0.1:\d+/metrics, gave no answer: "):
         run.readings(made)
+
+
+def test_the_last_command_turns_nothing_off(tmp_path: Path) -> None:
+    out = StringIO()
+    run.Demo(Console(file=out)).look_further(FakeServer(), tmp_path)  # type: ignore[arg-type]
+    (line,) = [line for line in out.getvalue().splitlines() if "vllm serve" in line]
+    (command,) = parse(line.strip())
+    assert not [flag for flag in command.flags if flag.startswith("no-")]
+    connectors = command.config["kv_connector_extra_config"]["connectors"]
+    assert [connector["kv_connector"] for connector in connectors] == ["OffloadingConnector"]
 
 
 @pytest.mark.parametrize("repeat", [False, True])

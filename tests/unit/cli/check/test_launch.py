@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvobs.cli import app
-from kvobs.demo.run import GPU_CONNECTORS, multi_connector
+from kvobs.demo.run import ON_A_GPU
 from kvobs.export.http_server import LESS_OPEN
 from tests.support.contexts import no_otel_variables
 
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "synchronous loads that are recomputed": (f"VLLM_USE_V2_MODEL_RUNNER=false vllm serve m --no-enable-chunked-prefill --no-async-scheduling {K} '{RECOMPUTED}'", 1, ()),
     "synchronous loads that fail": (RECOMPUTED.replace("recompute", "fail"), 1, ()),
     "no chunks": (f"vllm serve m --no-enable-chunked-prefill {K} '{router(EXAMPLE)}'", 1, ()),
-    "the demo's": (f"vllm serve MODEL --no-enable-chunked-prefill {K} '{json.dumps(multi_connector(*GPU_CONNECTORS))}'", 1, ()),
+    "the demo's": (f"vllm serve MODEL {K} '{json.dumps(ON_A_GPU)}'", 1, ()),
     "opposite roles": (router(CPU.replace("both", "producer"), NIXL.replace("both", "consumer")), 1, ("found 'kv_consumer', while that of connectors[0] is 'kv_producer'",)),
     "key twice": (OURS.replace(BOTH, f'"kv_role": "kv_producer", {BOTH}', 1), 1, ("the key 'kv_role' twice",)),
     "lmcache mp": (router(with_key("LMCacheMPConnector", "{}")), 1, ("mq_timeout: is 300 s", "'lmcache'")),
