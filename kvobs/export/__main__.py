@@ -2,9 +2,20 @@
 
 import logging
 import os
+import signal
 import socket
 import sys
 from contextlib import suppress
+from typing import NoReturn
+
+
+def _report_end(exporter: int, channel: int) -> NoReturn:
+    """Wait for the exporter, which is no child of the engine, and send the engine how it has ended."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to every process of a unit
+    _, status = os.waitpid(exporter, 0)
+    with suppress(OSError):  # the engine has ended
+        os.write(channel, b'{"status": %d}\n' % status)
+    os._exit(0)
 
 
 def main() -> int:
@@ -15,6 +26,8 @@ def main() -> int:
     # No child of the engine: vLLM kills those with it, and the last numbers would be lost. It sees the engine's end.
     if len(sys.argv) > 1 and os.fork():
         os._exit(0)
+    if len(sys.argv) > 1 and (exporter := os.fork()):
+        _report_end(exporter, int(sys.argv[1]))
     from kvobs.export.process import Exporter, first_lines
     from kvobs.log import log
 

@@ -132,11 +132,12 @@ def spans_go_to(setup: Setup, tracing: TracingSettings | None) -> str:
     if reason := losses(setup).get("tracing"):
         return f"nowhere: {reason}"
     sender = "vLLM's API server" if setup.running is None else "kvobs's exporter"
-    endpoint = tracing.endpoint or os.environ.get(TRACES_ENDPOINT) or os.environ.get(ENDPOINT, "")
-    return f"{_without_secrets(endpoint)}, from {sender}"
+    return f"{endpoint_shown(tracing.endpoint)}, from {sender}"
 
 
-def _without_secrets(endpoint: str) -> str:
+def endpoint_shown(endpoint: str | None) -> str:
+    """Return the endpoint of spans, vLLM's option or the environment's, without what may be secret."""
+    endpoint = endpoint or os.environ.get(TRACES_ENDPOINT) or os.environ.get(ENDPOINT, "")
     address = endpoint.partition("?")[0]  # an endpoint of gRPC may have no scheme
     scheme, separator, rest = address.rpartition("://")
     place, slash, path = rest.partition("/")

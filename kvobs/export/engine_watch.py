@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import select
-import signal
 import time
 import weakref
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from kvobs.probe import ring_files
 from kvobs.probe.black_box import STEPS, Call, Page, folder, pages, place_of
 from kvobs.telemetry.payload.wire import EngineInfo
 from kvobs.vllm_api.hooks import HOOKS
-from kvobs.vllm_api.proc import exit_status, is_ending, is_stopped
+from kvobs.vllm_api.proc import exit_status, is_ending, is_stopped, name_of
 
 SHOWN_NS = 10**9
 """Shorter calls are not shown: they come and go between scrapes."""
@@ -179,7 +178,8 @@ class EngineWatch:
 
     def _note(self, ended: Sequence[Page]) -> None:
         """Note the end of processes that ended at the same time, unless vLLM stopped the engine."""
-        reason, now = _reason(exit_status(ended[0].pid)), time.perf_counter_ns()
+        status, now = exit_status(ended[0].pid), time.perf_counter_ns()
+        reason = UNKNOWN if status is None else name_of(status)
         calls = [call for page in ended for call in page.calls()]
         # By default vLLM kills an engine's processes, all at once, when its server gets SIGTERM.
         if reason in ("SIGKILL", UNKNOWN) and self._are_stopped(ended, now):
@@ -213,16 +213,6 @@ def _run(watch: weakref.ref[EngineWatch]) -> None:
         watched.look()
         del watched
         time.sleep(PAUSE_S)
-
-
-def _reason(status: int | None) -> str:
-    """Return the name of a signal, or the exit code, from the status of an ended process."""
-    if status is None:
-        return UNKNOWN
-    with suppress(ValueError):
-        if number := status & 0x7F:
-            return signal.Signals(number).name
-    return f"exit {status >> 8}"
 
 
 def _described(end: End) -> str:

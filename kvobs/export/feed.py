@@ -36,7 +36,7 @@ from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.vllm_api import versions
-from kvobs.vllm_api.proc import cores_of_parent, launch
+from kvobs.vllm_api.proc import cores_of_parent, launch, name_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -205,8 +205,9 @@ class Feed:
             if now - self._exporter.started > WELL_AFTER_S:
                 self._starts = 1
             pid = f" (pid {self._exporter.pid})" if self._exporter.pid else ""
+            why = f": {name_of(self._exporter.status)}" if self._exporter.status is not None else ""
             self._stop()
-            self._announce(f"kvobs's exporter{pid} has ended")
+            self._announce(f"kvobs's exporter{pid} has ended{why}")
 
     def _announce(self, what: str) -> None:
         """Log the end of an exporter, while it is started again quickly."""
@@ -274,6 +275,8 @@ class _RunningExporter:
     def __init__(self, now: float) -> None:
         self.started = now
         self.pid: int | None = None
+        self.status: int | None = None
+        """How it has ended, as from ``wait``."""
         self.has_ended = False
         self._unsent = bytearray()
         self._unread = b""
@@ -325,14 +328,14 @@ class _RunningExporter:
             return []
         except OSError:
             data = b""
-        self.has_ended = not data
         *lines, self._unread = (self._unread + data).split(b"\n")
         counted = []
         for text in lines:
             with suppress(ValueError):
                 message = wire.from_line(text)
-                self.pid = message.get("pid", self.pid)
+                self.pid, self.status = message.get("pid", self.pid), message.get("status", self.status)
                 counted.append(wire.read(message))
+        self.has_ended = not data or self.status is not None
         return counted
 
     def kill(self) -> None:

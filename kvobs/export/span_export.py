@@ -23,7 +23,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from kvobs.log import once
+from kvobs.export.destinations import endpoint_shown
+from kvobs.log import Outage, line
 from kvobs.schema import __version__, spans
 from kvobs.schema.spans import Record, Value
 from kvobs.telemetry.tracing.trace_context import otlp_protocol, parse
@@ -46,7 +47,7 @@ _SCOPE = InstrumentationScope(spans.SCOPE, __version__)
 class SpanCutter:
     """Converts records to spans, and passes them to the exporter; every span has the ``attributes``.
 
-    ``dropped`` is called for lost spans, also from the exporter's thread.
+    ``dropped`` is called for lost spans, also from the exporter's thread. ``to`` is where they go, for the log.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class SpanCutter:
         attributes: Mapping[str, Value],
         dropped: Dropped,
         clock: Callable[[], float] = monotonic,
+        to: str = "the collector",
     ) -> None:
         self._attributes = attributes
         self._dropped = dropped
@@ -62,7 +64,7 @@ class SpanCutter:
         self._room, self._since = float(SPANS_PER_SECOND), clock()
         self._queue_size = _from_environment("OTEL_BSP_MAX_QUEUE_SIZE", _QUEUE)
         self._handed_on = 0
-        self._exporter = CountingExporter(exporter, dropped)
+        self._exporter = CountingExporter(exporter, dropped, to, clock)
         self._resource = _resource()
         self._processor = BatchSpanProcessor(
             self._exporter,
@@ -141,11 +143,12 @@ class SpanCutter:
 
 
 class CountingExporter(SpanExporter):
-    """Counts the spans that an exporter handles and loses, and logs the first loss."""
+    """Counts the spans that an exporter handles and loses, and logs the first loss, and when it works again."""
 
-    def __init__(self, exporter: SpanExporter, dropped: Dropped) -> None:
+    def __init__(self, exporter: SpanExporter, dropped: Dropped, to: str, clock: Callable[[], float]) -> None:
         self._exporter = exporter
         self._dropped = dropped
+        self._to, self._outage = to, Outage(clock)
         self.handled = 0
         _listen_to_exporters()
 
@@ -160,10 +163,13 @@ class CountingExporter(SpanExporter):
         if result is not SpanExportResult.SUCCESS:
             self._dropped("export", len(batch))
             text = (
-                "spans can't be exported: %s. Serving is not affected; further losses are only counted "
+                "spans can't be exported to %s: %s. Serving is not affected; further losses are only counted "
                 "(kvobs_spans_dropped_total)"
             )
-            once("export", logging.ERROR, text, getattr(_muted, "last", "the exporter gives no reason"))
+            reason = getattr(_muted, "last", "the exporter gives no reason").rstrip(".")
+            self._outage.begins(logging.ERROR, text, self._to, line(reason, 1000))
+        else:
+            self._outage.ends("spans are exported to %s again", self._to)
         return result
 
     def shutdown(self) -> None:
@@ -204,7 +210,8 @@ def _listen_to_exporters() -> None:
 
 def make_cutter(endpoint: str | None, model: str, dropped: Dropped) -> SpanCutter:
     """Return what exports the spans of an engine with this model; raises what ``make_exporter`` does."""
-    return SpanCutter(make_exporter(endpoint), {spans.GEN_AI_MODEL: model}, dropped)
+    to = endpoint_shown(endpoint)
+    return SpanCutter(make_exporter(endpoint), {spans.GEN_AI_MODEL: model}, dropped, to=to)
 
 
 def make_exporter(endpoint: str | None) -> SpanExporter:

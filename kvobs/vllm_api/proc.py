@@ -1,6 +1,7 @@
 """Read Linux's data about a process."""
 
 import os
+import signal
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -57,6 +58,14 @@ def exit_status(pid: int) -> int | None:
     """Return the status of a process that has ended, as from ``wait``; None if its parent has read it already."""
     state, *fields = _fields(pid)
     return int(fields[48]) if state in ("Z", "X") and fields else None
+
+
+def name_of(status: int) -> str:
+    """Return the name of a signal, or the exit code, from the status of an ended process."""
+    with suppress(ValueError):
+        if number := status & 0x7F:
+            return signal.Signals(number).name
+    return f"exit {status >> 8}"
 
 
 def cores_of_parent() -> set[int]:

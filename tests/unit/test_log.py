@@ -1,4 +1,5 @@
 import logging
+from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -13,6 +14,30 @@ def test_a_thing_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [(record.getMessage(), bool(record.exc_info)) for record in caplog.records] == [("said 1", False)]
     assert log.line("x" * 200) == "x" * 120 + "..."
     assert log.line("a\x1b[2J\nb\ud800 é\\") == "a\\x1b[2J\\nb\\ud800 é\\", "what a terminal would obey is escaped"
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 700)), max_size=30))
+def test_an_outage_has_a_pair_of_lines_in_ten_minutes(attempts: list[tuple[bool, int]]) -> None:
+    """Its end is logged exactly if its begin was, and never before another success."""
+    now, lines = 0.0, list[tuple[str, float]]()
+    outage = log.Outage(lambda: now)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log.log, "log", lambda *_: lines.append(("begin", now)))
+        patch.setattr(log.log, "info", lambda *_: lines.append(("end", now)))
+        for fails, later in attempts:
+            now += later
+            if fails:
+                outage.begins(logging.ERROR, "fails")
+            else:
+                outage.ends("works")
+    kinds = [kind for kind, _ in lines]
+    assert kinds == ["begin", "end"] * (len(kinds) // 2) + ["begin"] * (len(kinds) % 2)
+    begins = [at for kind, at in lines if kind == "begin"]
+    assert all(later - before >= 600 for before, later in pairwise(begins))
+    failures = [i for i, (fails, _) in enumerate(attempts) if fails]
+    assert bool(begins) is bool(failures), "the first failure is logged"
+    has_worked = bool(failures) and not all(fails for fails, _ in attempts[failures[0] :])
+    assert ("end" in kinds) is has_worked
 
 
 class UnspeakableError(Exception):

@@ -22,7 +22,7 @@ from threading import Thread
 from typing import Any
 
 from kvobs.faults import contained
-from kvobs.log import line, log, once
+from kvobs.log import Outage, line, log
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.vllm_api.proc import cores_of_parent
@@ -62,6 +62,10 @@ class _Lines(logging.Handler):
     output = STDERR
     lost = 0
 
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.outage = Outage()
+
     def createLock(self) -> None:  # noqa: N802 - the base class's name
         self.lock = _NoLock()  # type: ignore[assignment] # has all that logging calls
 
@@ -71,8 +75,7 @@ class _Lines(logging.Handler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         self.lost += 1
         error = sys.exception()
-        once(
-            f"request_log:{error}",
+        self.outage.begins(
             logging.WARNING,
             "the request log %s can't be written: %s. Serving is not affected; until it can be, lines are dropped "
             "(kvobs_request_log_dropped_total)",
@@ -133,7 +136,11 @@ class RequestLog:
                 time.sleep(EVERY_S)
             if (fields := self._queue.get()) is None:
                 return
+            lost = self._handler.lost
             self._handler.handle(logging.makeLogRecord({"msg": fields}))
+            if self._handler.lost == lost:
+                text = "the request log %s is written again; lines that were dropped are missing: %d since the start"
+                self._handler.outage.ends(text, line(self._handler.output), lost)
 
     def put(self, fields: Mapping[str, Any]) -> None:
         """Hand over the fields of a line, which the caller must not change any more; this never waits."""

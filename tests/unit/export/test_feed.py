@@ -145,7 +145,9 @@ def test_the_exporter_keeps_no_file_of_the_engine_open(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("unit", [1, 2**60])
-def test_an_exporter_that_is_killed_comes_back_and_no_counter_falls(fed: Fed, unit: int) -> None:
+def test_an_exporter_that_is_killed_comes_back_and_no_counter_falls(
+    fed: Fed, unit: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nanoseconds of a hundred loads in flight are above 2**53, where floats are no longer exact, after 25 hours."""
     fed.feed.put(payload(5 * unit))
     assert fed.counts(5 * unit)
@@ -162,6 +164,7 @@ def test_an_exporter_that_is_killed_comes_back_and_no_counter_falls(fed: Fed, un
 
     assert eventually(all_are_there)
     assert min(seen) >= 5 * unit
+    assert f"kvobs's exporter (pid {first}) has ended: SIGKILL. It is started again" in caplog.text
 
 
 def test_a_scrape_at_once_after_a_restart_has_all_that_was_counted_before(fed: Fed) -> None:
@@ -319,12 +322,12 @@ def test_after_an_exporter_that_ran_well_back_offs_begin_again(
     ran_s: float, pid: int | None, starts: int, still: Feed, caplog: pytest.LogCaptureFixture
 ) -> None:
     before_s = time.monotonic()
-    still._starts, ended = 4, Mock(pid=pid, has_ended=True, started=before_s - ran_s)
+    still._starts, ended = 4, Mock(pid=pid, status=pid and 9, has_ended=True, started=before_s - ran_s)
     ended.read.return_value, still._exporter = [Increments({HIT: 1}, [], {})], ended
     still._keep_running()
     assert [still._exporter, still._starts, still._waiting.counts] == [None, starts, {HIT: 1}]
     assert before_s <= still._start_at - {4: 8, 1: 1}[starts] <= time.monotonic()
-    named = f"{' (pid 7)' if pid else ''} has ended. It is started again in {'1' if pid else '8'} s"
+    named = f"{' (pid 7) has ended: SIGKILL' if pid else ' has ended'}. It is started again in {'1' if pid else '8'} s"
     assert f"kvobs's exporter{named}, and no count is lost" in caplog.text
     ended.kill.assert_called_once_with()
 

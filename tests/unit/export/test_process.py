@@ -334,7 +334,7 @@ def test_process_closes_the_engines_files_and_logs_in_its_format(
     file, logger, exporter = channel.detach(), logging.Logger("vllm"), Mock()
     files = {"/proc/self/fd": ["0", "1", "2", "77", "78", str(file)]}
     environ = {"VLLM_LOGGING_LEVEL": level} if level else {}
-    close, fork = Mock(side_effect=OSError), Mock(side_effect=[0, 5])
+    close, fork = Mock(side_effect=OSError), Mock(side_effect=[0, 0, 5])
     system = SimpleNamespace(listdir=files.get, close=close, fork=fork, _exit=sys.exit, environ=environ)
     monkeypatch.setattr(script, "os", system)
     monkeypatch.setattr(sys, "argv", ["kvobs.export", str(file)])
@@ -351,11 +351,27 @@ def test_process_closes_the_engines_files_and_logs_in_its_format(
         script.main()
     assert sorted(one.args[0] for one in close.mock_calls) == [77, 77, 78, 78]
     monkeypatch.setattr(sys, "argv", ["kvobs.export"])
-    assert (script.main(), fork.call_count) == (2, 2), "by hand"
+    assert (script.main(), fork.call_count) == (2, 3), "by hand"
     (made_of,) = exporter.call_args_list
     made_of.args[0].close()
     assert made_of.args[1:] == (engine(),)
     exporter.return_value.run.assert_called_once_with(b"{}\n{}\n{")
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_the_end_of_an_exporter_is_sent_to_its_engine(is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, channel = socket.socketpair()
+    child = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    monkeypatch.setattr(script.os, "_exit", sys.exit)
+    monkeypatch.setattr(script.signal, "signal", Mock())
+    with engines, channel:
+        if not is_read:
+            engines.close()
+        with pytest.raises(SystemExit, match="^0$"):
+            script._report_end(child.pid, channel.fileno())
+        if is_read:
+            assert wire.from_line(engines.recv(100).strip()) == {"status": signal.SIGKILL}
+    child.returncode = -signal.SIGKILL  # it is waited for
 
 
 def test_an_engine_without_stderr_is_served_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -44,10 +45,10 @@ class Failing(SpanExporter):
 
 @pytest.mark.parametrize(
     ("failure", "reason"),
-    [(SpanExportResult.FAILURE, "no route to collector"), (OSError("unplugged"), "OSError: unplugged")],
+    [(SpanExportResult.FAILURE, "no route to collector"), (OSError("unplugged.."), "OSError: unplugged")],
     ids=str,
 )
-def test_while_an_exporter_fails_spans_are_counted_as_lost_with_one_line_in_the_log(
+def test_an_outage_of_the_collector_has_a_line_for_its_begin_and_its_end(
     failure: Any, reason: str, cutter: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     exporter = Failing(failure)
@@ -57,15 +58,17 @@ def test_while_an_exporter_fails_spans_are_counted_as_lost_with_one_line_in_the_
         mine.send()
         assert mine.lost == {"export": 2 * (batch + 1)}
     assert [line.getMessage() for line in caplog.records] == [
-        f"spans can't be exported: {reason}. Serving is not affected; further losses are only counted "
+        f"spans can't be exported to the collector: {reason}. Serving is not affected; further losses are only counted "
         "(kvobs_spans_dropped_total)"
     ]
+    assert [line.levelno for line in caplog.records] == [logging.ERROR]
     GRPC.error("from vLLM's own exporter")
     assert caplog.records[-1].getMessage() == "from vLLM's own exporter"
     exporter.failure = SpanExportResult.SUCCESS
     mine.cut([record()])
     mine.send()
-    assert mine.lost == {"export": 6}, "the collector is back"
+    assert mine.lost == {"export": 6}
+    assert caplog.records[-1].getMessage() == "spans are exported to the collector again"
     mine.cutter.close()
     assert exporter.is_shut_down
 
@@ -96,8 +99,16 @@ def test_the_real_exporters_without_a_collector_log_one_line(
         mine.send()
     assert mine.lost == {"export": 2}
     (line,) = [line for line in caplog.records if line.levelno >= logging.WARNING]
-    assert line.getMessage().startswith("spans can't be exported: ")
+    assert re.match(r"spans can't be exported to the collector: [^.].*[^.]\. Serving is", line.getMessage())
     assert "gives no reason" not in line.getMessage()
+
+
+def test_the_endpoint_is_named_without_its_secrets(caplog: pytest.LogCaptureFixture) -> None:
+    made = span_export.make_cutter(f"http://user:key@127.0.0.1:{claim_port(0)}", "m", lambda *_: None)
+    made._exporter._exporter = Failing(SpanExportResult.FAILURE)
+    made.cut([[record()]], 0)
+    made.close()
+    assert re.match(r"spans can't be exported to http://127\.0\.0\.1:\d+: no route", caplog.records[-1].getMessage())
 
 
 def test_waiting_spans_are_sent_at_the_end(cutter: Make) -> None:
