@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,7 +32,7 @@ class Device:
         self._device = device
         self._sides: list[Any] = [torch.cuda.Stream(device) for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
         self._marks: list[Any] = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
-        self._is_pinned: dict[int, bool] = {}  # by the tensor's id, while it lives
+        self._is_pinned: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}  # by the tensor's id, while it lives
         self.batched_copy, self.kernel_copy = _batched_copy(), _kernel_copy()
 
     @contextmanager
@@ -69,11 +69,12 @@ class Device:
 
     def is_pinned(self, cache: torch.Tensor) -> bool:
         """Return whether the device can access this host memory directly; the driver is asked once for a tensor."""
-        answer = self._is_pinned.get(id(cache))
-        if answer is None:
-            answer = self._is_pinned[id(cache)] = cache.is_pinned()
-            weakref.finalize(cache, self._is_pinned.pop, id(cache), None)
-        return answer
+        known = self._is_pinned.get(id(cache))
+        if known is None:
+            # A C function: what Python code raises at an object's end is lost, also an exception of a signal's handler.
+            lives = weakref.ref(cache, partial(self._is_pinned.pop, id(cache)))
+            known = self._is_pinned[id(cache)] = lives, cache.is_pinned()
+        return known[1]
 
     def pinned(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)

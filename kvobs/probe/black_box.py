@@ -11,6 +11,7 @@ called hundreds of times per step, mark their begin only, and the end of the las
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import mmap
@@ -119,8 +120,9 @@ class BlackBox:
         about = _about(names, rank)
         memory = memory if memory is not None else mmap.mmap(-1, _size(about, names))
         self._names, self.rank, self._contained = names, rank, contained
-        self._remove = weakref.finalize(self, remove) if remove is not None else None
         self.words = _words(memory, about, names)
+        self.leave = partial(_leave, self.words, remove)
+        """Removes the page; it outlives this."""
         self.ring = _ring(names)
         memory[_HEAD.size : _HEAD.size + len(about)] = about
         memory[: _HEAD.size] = _HEAD.pack(_MAGIC, _VERSION, len(about))
@@ -150,8 +152,6 @@ class BlackBox:
         self.words[RAISED_IN] = self.marks(child, hook)
         self.words[RAISED_STEPS] = self.words[STEPS] + bool(self.words[SINCE])
         self.words[RAISED] = perf_counter_ns()
-        if self._remove is not None:
-            self._remove.detach()  # the next start removes the page
         text = "connector %r raised %s in %s on %s; this ends the engine"
         once(f"ends:{child}:{hook}", logging.ERROR, text, self._names[child], name, hook, place_of(self.rank))
 
@@ -159,8 +159,7 @@ class BlackBox:
     def close(self) -> None:
         """Note that the process ends as it should, and remove the page."""
         self.words[ENDED] = 1
-        if self._remove is not None:
-            self._remove()
+        self.leave()
 
 
 def _was_unwinding(error: BaseException) -> bool:
@@ -180,13 +179,24 @@ def _was_unwinding(error: BaseException) -> bool:
     return False
 
 
-def _look(box: weakref.ref[BlackBox]) -> bool:
-    """Note that the thread runs: it can't while the GIL is held. Return whether the process goes on."""
+def _leave(words: memoryview, remove: Callable[[], None] | None) -> None:
+    """Remove the page, unless it names what ended the engine: then the next start removes it."""
+    if remove is not None and not words[RAISED]:
+        remove()
+
+
+def _look(box: weakref.ref[BlackBox], leave: Callable[[], None]) -> bool:
+    """Note that the thread runs: it can't while the GIL is held. Return whether the process goes on.
+
+    If it was forgotten its page is removed here: what the end of an object runs swallows exceptions, also a signal's.
+    """
     watched = box()
-    if watched is None or watched.words[ENDED]:
-        return False
-    watched.words[LOOKED] = perf_counter_ns()
-    return True
+    if watched is not None and not watched.words[ENDED]:
+        watched.words[LOOKED] = perf_counter_ns()
+        return True
+    leave()
+    atexit.unregister(leave)
+    return False
 
 
 def begin(vllm_config: Any, names: Sequence[str], rank: int | None, contained: Collection[int]) -> BlackBox:
@@ -199,7 +209,8 @@ def begin(vllm_config: Any, names: Sequence[str], rank: int | None, contained: C
         place = f"{Identity.of(vllm_config).pages()}-{file_place_of(rank)}"
         memory, remove = ring_files.create(folder(), place, _size(_about(names, rank), names), SUFFIX)
     box = BlackBox(names, rank, contained, memory, remove)
-    look = partial(_look, weakref.ref(box))
+    atexit.register(box.leave)
+    look = partial(_look, weakref.ref(box), box.leave)
     thread = Thread(target=OF_PROCESS.watch, args=(look,), name="kvobs-black-box", daemon=True)
     faults.contained("record")(thread.start)()
     return box

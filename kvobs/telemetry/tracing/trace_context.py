@@ -22,7 +22,8 @@ _LONG = 512  # characters; version 00 has 55, a later one may have more behind
 _PATTERN = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 _SAMPLED = 1  # bit 0 of the flags; others may be set too
 _ids = random.Random()  # vLLM seeds the module's identically everywhere; os.urandom gives the GIL away: 100 us
-os.register_at_fork(after_in_child=_ids.seed)
+# The seed of C, not of Python: what Python code raises there is lost, also the exception of a signal's handler.
+os.register_at_fork(after_in_child=super(random.Random, _ids).seed)
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 ID_AT_MOST = 256  # characters; a client may choose its request's id
 _REMOTE = (

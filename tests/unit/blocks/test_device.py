@@ -1,5 +1,6 @@
 """Blocks between host memory and a device arrive bit by bit, whatever of what is queued runs late or early."""
 
+import gc
 import sys
 from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from kvobs.blocks.device import SLOTS, Copier, Device
 from tests.support.caches import BLOCK_SHAPES, DTYPES, caches
 from tests.support.device_copies import d2h, h2d, on
 from tests.support.lazy_device import LazyDevice, Stream, move
+from tests.support.pending import Signalled, in_collections
 
 
 @given(st.data(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([16, 100, 256, 4096]))
@@ -248,6 +250,21 @@ def test_a_tensor_is_asked_once_whether_it_is_pinned(log: list[str], monkeypatch
     assert [device.is_pinned(cache) for cache in [*caches, *caches]] == [True, False, True, False]
     del caches[0]
     assert len(device._is_pinned) == 1
+
+
+def test_the_end_of_a_tensor_loses_no_signal(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that it ran would swallow what a signal's handler raises."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    device = Device(GPU)
+    with in_collections():
+        for _ in range(100):
+            cycle: list[Any] = [torch.zeros(2)]
+            cycle.append(cycle)
+            device.is_pinned(cycle[0])
+            del cycle
+            with pytest.raises(Signalled):
+                gc.collect(0)
+    assert device._is_pinned == {}
 
 
 def test_operations_do_what_they_say(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

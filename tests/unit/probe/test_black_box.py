@@ -1,8 +1,11 @@
 """The page of a process: where it is, who may read it, when it goes. What is seen in it: ``test_engine_watch``."""
 
+import gc
 import logging
 import os
 import stat
+import subprocess
+import sys
 import time
 from asyncio import CancelledError
 from collections.abc import Callable
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from docs.pages import ROOT
 from kvobs.log import forget
 from kvobs.probe import black_box
 from kvobs.probe.black_box import BlackBox, Identity, Page, pages
@@ -19,6 +23,7 @@ from kvobs.probe.layer_calls import ARGUMENTS, LayerCall, LayerCalls
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.options import Options
 from kvobs.telemetry import recorders
+from tests.support.pending import Signalled, in_collections
 from tests.support.probes import Kind, each_probe, recorder_of
 from tests.support.watched import NAMES, REMOTE, config
 
@@ -46,6 +51,38 @@ def test_a_page_is_private_and_goes_when_it_is_closed(folder: Path) -> None:
     assert (page.pid, page.rank, page.is_alive, page.has_ended_well) == (os.getpid(), 1, True, False)
     box.close()
     assert (page.has_ended_well, list(folder.iterdir())) == (True, [])
+
+
+def test_a_page_goes_with_its_engine_and_loses_no_signal(folder: Path) -> None:
+    """Of an engine in this process that was not shut down: code that its collection ran would swallow a signal's."""
+    with in_collections():
+        for _ in range(20):
+            cycle: list[Any] = [begin()]
+            cycle.append(cycle)
+            del cycle
+            with pytest.raises(Signalled):
+                gc.collect(0)
+    while list(folder.iterdir()):
+        time.sleep(0.05)
+
+
+EXITS = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from kvobs.probe import black_box
+black_box.folder = lambda: Path(sys.argv[1])
+config = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="e"), instance_id="1")
+box = black_box.begin(config, ["one"], 1, ())
+if sys.argv[2]:
+    box.raised(0, "wait_for_save", OSError())
+"""
+
+
+@pytest.mark.parametrize("has_raised", ["", "raised"])
+def test_a_page_stays_at_the_exit_only_if_it_names_what_ended_the_engine(has_raised: str, folder: Path) -> None:
+    subprocess.run([sys.executable, "-c", EXITS, folder, has_raised], check=True, cwd=ROOT)
+    assert len(list(folder.iterdir())) == bool(has_raised)
 
 
 def test_a_fork_does_not_remove_it(folder: Path) -> None:

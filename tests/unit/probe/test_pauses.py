@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from functools import partial
 from threading import Thread
 
 import pytest
@@ -19,6 +18,7 @@ from kvobs.probe.pauses import AT_MOST, OF_PROCESS, Pauses
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import slot
+from tests.support.pending import Signalled, in_collections
 
 HOOK = "wait_for_save"
 SLOW = signals.place(0, slot(signals.SLOW_CALLS, HOOK))
@@ -63,33 +63,13 @@ def test_a_call_is_not_slow_because_of_a_collection(rank: int | None, process: s
     assert graph
 
 
-class Ended(SystemExit):
-    """Raised by the handler of a signal."""
-
-
 def test_no_signal_that_comes_during_a_collection_is_lost() -> None:
     """The first Python code after it handles a signal: a callback of the collector would swallow what that raises."""
-    mine, caught, rounds = Pauses(), 0, 300
-    kill = ctypes.PyDLL(None).kill  # in contrast to os.kill it runs no handler
-    kill.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.py_object, ctypes.py_object]
-
-    def end(*_: object) -> None:
-        raise Ended
-
-    before, others = signal.signal(signal.SIGUSR1, end), gc.callbacks[:]  # hypothesis has one in Python
-    gc.disable()
-    gc.callbacks[:] = [partial(kill, os.getpid(), signal.SIGUSR1), mine.collects]
-    try:
-        for _ in range(rounds):
-            try:
+    mine = Pauses()
+    with in_collections(mine.collects):
+        for _ in range(300):
+            with pytest.raises(Signalled):
                 gc.collect(0)
-            except Ended:
-                caught += 1
-    finally:
-        gc.callbacks[:] = others
-        gc.enable()
-        signal.signal(signal.SIGUSR1, before)
-    assert caught == rounds
     assert mine.take_collected_ns() > 0 == mine.take_collected_ns()
 
 

@@ -1,16 +1,12 @@
 """Both probes count the same, whatever is called; vLLM and a connector call each other as if there were none."""
 
-import ctypes
 import gc
-import os
-import signal
 import subprocess
 import sys
 import weakref
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,6 +17,7 @@ from kvobs.probe.layer_calls import ARGUMENTS, WAITS, LayerCall, LayerCalls
 from kvobs.probe.pure import Target
 from kvobs.probe.recorder import SUM
 from kvobs.schema.signals import LOOKUPS, slot
+from tests.support.pending import Signalled, handled, sender, sent
 from tests.support.probes import PROBES, Kind, each_probe, recorder_of
 
 CONNECTORS = 3
@@ -185,39 +182,24 @@ def test_calls_leave_no_reference(kind: Kind) -> None:
     assert min(nones) < 50, "of None: a leak is in each round, what other threads hold is not"
 
 
-class Signalled(SystemExit):
-    """Raised by the handler of a signal, as by vLLM's of SIGTERM."""
-
-
-@pytest.fixture
-def signals_raise() -> Iterator[None]:
-    def handle(*_: object) -> None:
-        raise Signalled
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    yield
-    signal.signal(signal.SIGUSR1, before)
-
-
 @each_probe
 @pytest.mark.parametrize("has_failed", [False, True])
 @pytest.mark.parametrize("hook", ["get_finished", *ARGUMENTS])
-@pytest.mark.usefixtures("signals_raise")
 def test_no_signal_is_lost_while_a_call_is_counted(kind: Kind, hook: str, has_failed: bool) -> None:
     """The first Python code after it handles a signal: here what a slow or failed call is handed to."""
     recorder, arguments = recorder_of(kind, 2, -1), ARGUMENTS.get(hook, ("request",))
-    connector = ctypes.PyDLL(None)["kill"]  # without Python code; in contrast to os.kill it runs no handler
-    connector.argtypes = [ctypes.c_int, ctypes.c_int, *[ctypes.py_object] * len(arguments)]
+    connector = sender(len(arguments))  # without Python code
     if has_failed:
         connector.restype = dict[int, int]().__getitem__
-    call = partial(connector, os.getpid(), signal.SIGUSR1)
+    call = sent(connector)
     timed = recorder.timed(0, hook, call)
     if hook in ARGUMENTS:
         timed = LayerCalls(hook, [LayerCall(0, lambda *_: None), LayerCall(1, call)], recorder).fan_out
-    for _ in range(200):
-        with pytest.raises(Signalled) as raised:
-            timed(*arguments)
-        assert isinstance(raised.value.__context__, KeyError) is has_failed
+    with handled():
+        for _ in range(200):
+            with pytest.raises(Signalled) as raised:
+                timed(*arguments)
+            assert isinstance(raised.value.__context__, KeyError) is has_failed
     begun = recorder.box.marks(hook in ARGUMENTS, hook)
     ended = recorder.box.fan_outs(hook) + 1 if hook in ARGUMENTS else begun + 1
     assert 0 < recorder.words[begun] <= recorder.words[ended], "it is not in progress"
