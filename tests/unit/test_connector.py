@@ -167,7 +167,7 @@ class PanicException(BaseException):
     """Raised by Rust, through pyo3."""
 
 
-ENDS = [(None, True), (SystemExit, True), (KeyboardInterrupt, True)]
+ENDS: list[tuple[type[BaseException] | None, bool]] = [(None, True), (SystemExit, True), (KeyboardInterrupt, True)]
 ENDS += [(error, False) for error in (RuntimeError, PanicException, CancelledError, GeneratorExit)]
 
 

@@ -33,7 +33,11 @@ def test_fault_is_contained_counted_by_place_and_logged_once(caplog: pytest.LogC
 
 @pytest.mark.usefixtures("in_production", "hasty_threads")
 def test_no_fault_is_lost_while_they_are_taken() -> None:
-    threads = [Thread(target=lambda: [fail("record") for _ in range(100_000)]) for _ in range(2)]
+    def fail_often() -> None:
+        for _ in range(100_000):
+            fail("record")
+
+    threads = [Thread(target=fail_often) for _ in range(2)]
     for thread in threads:
         thread.start()
     counted = 0

@@ -211,7 +211,7 @@ def test_no_signal_is_lost_while_a_call_is_counted(kind: Kind, hook: str, has_fa
 def test_what_ends_the_process_passes(kind: Kind, error: BaseException, has_failed: bool) -> None:
     probe = kind(memoryview(bytearray(8000)).cast("q"), 900, bytes(65), 12)
 
-    def ends(*_: object) -> int:
+    def ends(*_: object) -> Any:
         raise error
 
     for call in (probe.timed(*(target := Target({}.__getitem__ if has_failed else str, 0, 10, -1, ends, ends))),
