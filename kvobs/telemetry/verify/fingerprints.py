@@ -116,9 +116,10 @@ class Fingerprints:
             digests[row] = digests[row] * _MIX + _digest(raw)
             numbers = self._numbers(raw)
             largest[row] = torch.maximum(largest[row], numbers.abs().amax(1))
-            first, count = self._columns(group, layer)
-            if first < VALUES:
-                values[row, first : first + count] = numbers[:, _spread(numbers.shape[1], count, device)]
+            slots, slot = self._slots(group, layer)
+            if slot < VALUES:
+                places = _spread(self._cache.pages(group, layer).shape[1:], min(slots, VALUES), device)[slot]
+                values[row, slot * len(places) : (slot + 1) * len(places)] = numbers[:, places]
         results = digests, values, largest
         return _queued(*results) if is_queue else Taken(lambda: True, lambda: _read(*results))
 
@@ -130,12 +131,11 @@ class Fingerprints:
     def _stride(self, layers: int) -> int:
         return -(-layers // self._at_most)
 
-    def _columns(self, group: int, layer: int) -> tuple[int, int]:
-        """Return where a layer's values are in those of a block, and how many it has."""
+    def _slots(self, group: int, layer: int) -> tuple[int, int]:
+        """Return how many layers share the values of a block, and the place of this one among them."""
         count = self._cache.count(group)
         stride = self._stride(count)
-        number = max(1, VALUES // -(-count // stride))
-        return layer // stride * number, number
+        return -(-count // stride), layer // stride
 
     def _numbers(self, raw: torch.Tensor) -> torch.Tensor:
         if self._fp8 is not None and raw.dtype is torch.uint8:
@@ -171,9 +171,19 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=32)
-def _spread(size: int, count: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(size, (count,), generator=generator).to(device)
+def _spread(shape: Sequence[int], layers: int, device: torch.device) -> torch.Tensor:
+    """Return the places in a page, by layer, of the numbers that are kept: spread along each dimension.
+
+    Whichever dimension has the tokens, and whichever K and V: each token, head and column has its part, if it has no
+    more than there are numbers, and each layer takes others.
+    """
+    generator, count = torch.Generator().manual_seed(0), VALUES // layers
+    places = torch.zeros((layers, count), dtype=torch.int64)
+    for size in shape:
+        parts = torch.rand((layers, count), generator=generator).argsort(1) * layers
+        parts += torch.randperm(layers, generator=generator)[:, None]
+        places = places * size + parts * size // (layers * count)
+    return places.to(device)
 
 
 def _queued(*results: torch.Tensor) -> Taken:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, MambaSpec
 
 from kvobs.telemetry.verify.fingerprints import AT_A_TIME, LAYERS_OF_A_BLOCK, VALUES, Fingerprints, Layers
-from kvobs.telemetry.verify.noted import Fingerprint
+from kvobs.telemetry.verify.noted import Fingerprint, NotedBlocks
 from kvobs.telemetry.verify.sample import Block
 from tests.support.layers import BLOCKS, SHAPES, layers_of, random_cache
 
@@ -62,6 +62,114 @@ def test_values_are_of_all_layers_and_the_largest_is_of_all_numbers() -> None:
     fingerprint = take(layers_of(*caches), block(7))[0]
     assert [int((fingerprint.values == layer).sum()) for layer in range(4)] == [VALUES // 4] * 4
     assert fingerprint.largest == 90
+
+
+@pytest.mark.parametrize("layers", [1, 3, 4, 32, 80])
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+def test_each_token_of_a_block_is_among_its_values(layers: int, tokens: int) -> None:
+    for before, after in (((BLOCKS, 2), (2, 8)), ((BLOCKS, 3), (8,)), ((BLOCKS,), (36,))):
+        ramp = torch.arange(1.0, tokens + 1).reshape(tokens, *[1] * len(after)).expand(*before, tokens, *after)
+        found = take(layers_of(*[ramp] * layers), block(1))[0].values
+        counted = [int((found == token + 1).sum()) for token in range(tokens)]
+        assert min(counted) >= VALUES // layers * layers // tokens, counted
+
+
+def test_k_and_v_of_each_head_are_among_the_values() -> None:
+    numbers = torch.arange(16.0).reshape(2, 1, 8, 1).expand(BLOCKS, 2, 16, 8, 32) + 1
+    assert set(take(layers_of(*[numbers] * 4), block(1))[0].values.tolist()) == {float(n + 1) for n in range(16)}
+
+
+TOKENS = 32
+CACHES = {"bfloat16": torch.bfloat16, "FP8": torch.float8_e4m3fn, "FP8 (e5m2)": torch.float8_e5m2}
+
+
+def computed(dtype: torch.dtype, *, is_even: bool = True) -> Any:
+    """Return pages of blocks, layers, K and V, tokens, heads and columns; uneven ones have a column of large K."""
+    numbers = torch.randn((BLOCKS, 4, 2, TOKENS, 2, 16), generator=torch.Generator().manual_seed(4))
+    if not is_even:
+        numbers[:, :, 0, :, :, 5] *= 15
+    return numbers.to(dtype).float()
+
+
+def outcomes(noted: Any, loaded: Any, dtype: torch.dtype) -> set[str]:
+    """Return the outcomes of loaded pages."""
+    name = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}.get(dtype, "auto")
+    read, blocks = [], [block(number, bytes([number] * 8)) for number in range(BLOCKS)]
+    for pages in (noted, loaded):
+        caches = pages.to(dtype).view(dtype if name == "auto" else torch.uint8).unbind(1)
+        read.append(take(layers_of(*caches), *blocks, cache_dtype=name))
+    found = NotedBlocks()
+    for each, fingerprint in zip(blocks, read[0], strict=True):
+        found.note(0, each.key, fingerprint)
+    return {found.compare(0, each.key, fingerprint) for each, fingerprint in zip(blocks, read[1], strict=True)}
+
+
+def stepped(numbers: Any, steps: int, *dims: int) -> Any:
+    """Return numbers that were rounded to as many steps on each side of 0, with the scale of some dimensions."""
+    scale = numbers.abs().amax(dims, keepdim=True) / steps
+    return (numbers / scale).round() * scale
+
+
+LOSSY = {
+    "FP8": lambda numbers: numbers.to(torch.float8_e4m3fn).float(),
+    "FP8 (e5m2)": lambda numbers: numbers.to(torch.float8_e5m2).float(),
+    "INT8 of a block": lambda numbers: stepped(numbers, 127, 2, 3, 4, 5),
+    "CacheGen, 32 bins": lambda numbers: stepped(numbers, 15, 4, 5),
+    "CacheGen, 16 bins": lambda numbers: stepped(numbers, 7, 4, 5),
+}
+WITH_ITS_SCALE = ["FP8", "FP8 (e5m2)", "INT8 of a block"]
+"""Those that leave something of the usual numbers beside large ones."""
+
+
+@pytest.mark.parametrize("dtype", CACHES)
+def test_blocks_that_were_compressed_are_lossy(dtype: str) -> None:
+    has_room = dtype != "FP8 (e5m2)"  # its numbers are too coarse for few steps
+    for is_even, codecs in ((True, list(LOSSY) if has_room else WITH_ITS_SCALE), (False, WITH_ITS_SCALE)):
+        noted = computed(CACHES[dtype], is_even=is_even)
+        found = {codec: outcomes(noted, LOSSY[codec](noted), CACHES[dtype]) for codec in codecs}
+        assert set.union(*found.values()) <= {"match", "lossy"}, found
+        assert dtype != "bfloat16" or set.union(*found.values()) == {"lossy"}
+
+
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("is_even", [True, False])
+def test_blocks_that_differ_in_last_bits_are_lossy(dtype: str, is_even: bool) -> None:
+    noted = computed(CACHES[dtype], is_even=is_even)
+    raw = noted.to(CACHES[dtype]).view(torch.int16 if dtype == "bfloat16" else torch.uint8)
+    differs = torch.rand(raw.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    loaded = torch.where(differs, raw ^ 1, raw).view(CACHES[dtype]).float()
+    assert outcomes(noted, loaded, CACHES[dtype]) == {"lossy"}
+
+
+def zeros(loaded: Any, tokens: slice) -> None:
+    loaded[:, :, :, tokens] = 0
+
+
+def anothers(loaded: Any, tokens: slice) -> None:
+    loaded[:, :, :, tokens] = loaded.roll(1, 0)[:, :, :, tokens]
+
+
+def stale(loaded: Any, tokens: slice) -> None:
+    loaded[:, :, :, tokens] = loaded.roll(1, 3)[:, :, :, tokens]
+
+
+@pytest.mark.parametrize("fault", [zeros, anothers, stale], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("dtype", CACHES)
+def test_blocks_with_wrong_tokens_are_found(fault: Any, dtype: str) -> None:
+    noted = computed(CACHES[dtype])
+    for wrong in (2, 3, 8, 16, 24, 31):
+        for tokens in (slice(TOKENS - wrong, TOKENS), slice(0, wrong)):
+            loaded = noted.clone()
+            fault(loaded, tokens)
+            assert outcomes(noted, loaded, CACHES[dtype]) == {"mismatch"}, tokens
+
+
+def test_a_flipped_bit_that_is_among_the_values_is_found() -> None:
+    noted = computed(torch.bfloat16)[:1].expand(BLOCKS, -1, -1, -1, -1, -1)
+    seen = take(layers_of(*noted.to(torch.bfloat16).unbind(1)), block(1))[0].values
+    loaded = noted.to(torch.bfloat16).contiguous()
+    loaded.view(torch.int16)[noted == seen[5]] ^= 1 << 13  # of the exponent
+    assert outcomes(noted, loaded.float(), torch.bfloat16) == {"mismatch"}
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 30, 61])

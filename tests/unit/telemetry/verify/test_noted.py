@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvobs.telemetry.verify.noted import VARIANTS_AT_MOST, Fingerprint, NotedBlocks, compare_sent
+from kvobs.telemetry.verify.noted import FAR, VARIANTS_AT_MOST, Fingerprint, NotedBlocks, compare_sent
 
 RNG = np.random.default_rng(7)
 VALUES = RNG.standard_normal(128).astype(np.float32)
@@ -36,7 +36,10 @@ def noted(*fingerprints: Fingerprint) -> NotedBlocks:
         (other(values=VALUES * 1.1), "lossy"),
         (other(values=np.round(VALUES / FOUR_BITS) * FOUR_BITS), "lossy"),
         (other(values=VALUES + 0.05 * RNG.standard_normal(128)), "lossy"),
-        (other(values=np.where(np.arange(128) < 20, 9, VALUES)), "lossy"),
+        (other(values=np.where(np.arange(128) < 20, 9, VALUES)), "mismatch"),  # a part is another block's
+        (other(values=np.where(np.arange(128) < 20, 9, VALUES * 1.1)), "lossy"),
+        (other(values=np.where(np.arange(128) < 20, VALUES * 1.2, VALUES)), "lossy"),  # of an FP8 number the last bit
+        (other(values=np.where(np.arange(128) < 120, 0, VALUES)), "mismatch"),
         (other(values=np.where(np.arange(128) < 40, 0, VALUES)), "mismatch"),  # a third is empty
         (other(values=RNG.standard_normal(128)), "mismatch"),
         (other(values=0 * VALUES, largest=0), "mismatch"),
@@ -62,6 +65,24 @@ def test_a_fingerprint_that_was_sent_is_compared_with_those_of_the_same_form() -
 @given(st.text() | st.binary(min_size=48, max_size=48).map(lambda data: b64encode(data).decode()))
 def test_texts_of_any_kind_are_no_match(sent: str) -> None:
     assert compare_sent(sent, 0, NOTED) in ("unknown", "mismatch", "lossy")
+
+
+@given(st.integers(1, 127), st.booleans(), st.integers(0, 99))
+def test_a_block_that_is_partly_wrong_is_a_mismatch(wrong: int, is_zero: bool, seed: int) -> None:
+    values = VALUES.copy()
+    places = np.random.default_rng(seed).permutation(128)[:wrong]
+    values[places] = 0 if is_zero else np.random.default_rng(seed + 1).standard_normal(wrong)
+    is_seen = bool((np.abs(values - VALUES) > FAR * (np.abs(VALUES) + np.sqrt(np.mean(VALUES**2)))).any())
+    assert noted(NOTED).compare(0, b"key", other(values=values)) == ("mismatch" if is_seen else "lossy")
+
+
+def test_numbers_that_are_empty_in_both_blocks_say_nothing() -> None:
+    """A block may be padded, or have fewer layers than its fingerprint has room for."""
+    padded = np.where(np.arange(128) < 64, 0, VALUES)
+    blocks = noted(Fingerprint(1, padded, 4.0))
+    rounded = np.round(padded / FOUR_BITS) * FOUR_BITS
+    assert blocks.compare(0, b"key", other(values=rounded)) == "lossy"
+    assert blocks.compare(0, b"key", other(values=np.where(np.arange(128) < 64, 0, VALUES[::-1]))) == "mismatch"
 
 
 def test_empty_blocks_are_near_each_other() -> None:
