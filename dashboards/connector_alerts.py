@@ -124,7 +124,8 @@ CONNECTORS = (
         summary="A KV connector loads wrong bytes: answers may be wrong.",
         description="{{ $value | humanize }} of the verified blocks that {connector} loaded on rank {{ $labels.rank }} "
         "in the last fifteen minutes are not those that were computed for their tokens. The answers of their requests "
-        "may be wrong, although their loads count as good. vLLM's log names the requests.",
+        "may be wrong, although their loads count as good. The request log (option `request_log`) names them all, by "
+        "its field `wrong_blocks`; vLLM's log names one a minute, and connectors that may have overwritten its blocks.",
     ),
     Alert(
         name="KvobsStuckTransfers",

@@ -114,7 +114,8 @@ SCENES = {
         'kvobs_corrupt_blocks_total{rank="1"}',
         f"{{}} of the verified blocks that {OF_CHILD} loaded on rank 1 in the last fifteen minutes are not "
         "those that were computed for their tokens. The answers of their requests may be wrong, although their loads "
-        "count as good. vLLM's log names the requests.",
+        "count as good. The request log (option `request_log`) names them all, by its field `wrong_blocks`; vLLM's log "
+        "names one a minute, and connectors that may have overwritten its blocks.",
         {"rank": "1"},
         beside={"kvobs_connector_info": UP},
     ),
