@@ -77,11 +77,12 @@ class Stray(NamedTuple):
 
 
 class WrongBlocks(NamedTuple):
-    """The number of a load's blocks that had wrong bytes on one rank."""
+    """The number of a load's blocks with wrong bytes on one rank; ``writer`` is taken to have written them."""
 
     child: int
     request: str
     blocks: int
+    writer: int
 
 
 class Slowest(NamedTuple):

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from kvobs.schema import signals
+from kvobs.telemetry.verify.sample import BlockSample, LoadedBlocks
 from tests.connectors.engine import Engine
 from tests.connectors.faults import REUSED, TITLES, Fault, blank, flip, record, shift
 from tests.connectors.files import Example
@@ -54,6 +55,30 @@ def test_no_block_of_a_right_connector_is_blamed(name: str, is_v2: bool) -> None
             live(engine, seed)
         total += outcomes(engine)[name]
     assert set(total) == {"match"}, total
+
+
+@pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize("name", ["offloading", "simple-cpu", "lmcache-mp"])
+def test_no_block_is_blamed_where_two_connectors_had_a_hit(name: str, is_v2: bool) -> None:
+    """Their blocks are compared again after the step that their request begins with."""
+    total: Counter[str] = Counter()
+    again, begun_in = 0, BlockSample._begun_in
+
+    def counted(sample: BlockSample, output: Any) -> list[LoadedBlocks]:
+        nonlocal again
+        loads = list(begun_in(sample, output))
+        again += sum(len(load.blocks) for load in loads)
+        return loads
+
+    for seed in range(LIVES):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BlockSample, "_begun_in", counted)
+            plugs = [make(name, seed, fail_rate=0.0 if seed % 4 else 0.2), make("mooncake-store-async", seed)]
+            engine = build("kvobs", plugs, patch, is_v2=is_v2, kvobs=SHARE, blocks=20)
+            live(engine, seed)
+        total += sum(outcomes(engine).values(), Counter())
+    assert set(total) == {"match"}, total
+    assert again
 
 
 def host_pages(plug: Any, rank: int = 0) -> list[Any]:
@@ -108,6 +133,24 @@ def test_every_wrong_block_is_found_and_no_sibling_blamed(name: str, fault: Any)
     assert (wrong, found[name]["match"], found[name]["unknown"]) == (20, 0, 0)
     assert found["lmcache-mp"].total() == 0
     assert engine.wrong_uses  # as the model saw, too
+
+
+def test_a_connector_that_overwrites_received_blocks_is_blamed() -> None:
+    """It loads in the step after the receipt, although it was not chosen."""
+    with pytest.MonkeyPatch.context() as patch:
+        plugs = [make("offloading"), make("lmcache-mp")]
+        engine = build("kvobs", plugs, patch, blocks=70, kvobs=SHARE)
+        (memory,), tick = engine.memories.values(), plugs[1].tick
+
+        def overwrite() -> None:
+            tick()
+            for request in engine.scheduler.finished_recving_kv_req_ids:
+                (ids,) = engine.scheduler.kv_cache_manager.get_block_ids(request)
+                memory.array[:, ids[:5]] = memory.array[:, ids[:5][::-1]]
+
+        ask_twice(engine, lambda: patch.setattr(plugs[1], "tick", overwrite))
+    assert outcomes(engine) == {"offloading": Counter(match=20), "lmcache-mp": Counter(mismatch=16)}
+    assert (blamed(engine, 0), blamed(engine, 1)) == (set(), {"0"})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

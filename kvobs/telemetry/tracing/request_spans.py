@@ -158,7 +158,7 @@ class RequestSpans:
 
     def got_wrong_blocks(self, trace: Trace, wrong: WrongBlocks, now_ns: int) -> None:
         """Write that a load has brought wrong bytes; the span of the load may have been sent by now."""
-        attributes: dict[str, Value] = {spans.CONNECTOR: self._names[wrong.child], spans.WRONG_BLOCKS: wrong.blocks}
+        attributes: dict[str, Value] = {spans.CONNECTOR: self._names[wrong.writer], spans.WRONG_BLOCKS: wrong.blocks}
         opened = Opened(trace, new_span_id(), trace.load_id or trace.above)
         more = attributes | {spans.ERROR_TYPE: WRONG_BYTES}
         self._journal.add([opened.record(spans.LOAD_WRONG, now_ns, now_ns, Reason.ERROR, more)])

@@ -32,7 +32,7 @@ _Handed = Annotated[list[tuple[_Count, _Count, _Key, _ByRank]], Meta(max_length=
 class Block(NamedTuple):
     """A sampled block; ``position`` is that of its first token in the prompt.
 
-    ``sent`` are the fingerprints of the engine that computed it, by rank, if it handed the request over.
+    With ``sent``, the fingerprints by rank of the engine that handed the request over, it is compared with these.
     """
 
     key: bytes
@@ -43,16 +43,21 @@ class Block(NamedTuple):
 
 
 class LoadedBlocks(NamedTuple):
-    """The sampled blocks that a load fills completely."""
+    """The sampled blocks that a load fills completely.
+
+    ``others`` are the connectors that had a hit, too: some load what they were not chosen for.
+    """
 
     child: int
     request: str
     is_async: bool
     blocks: tuple[Block, ...]
+    others: tuple[int, ...] = ()
+    is_again: bool = False  # after the step in which others may load, into blocks that have been received
 
 
 class VerifyOrders(NamedTuple):
-    """Orders for all ranks: the blocks to note after this step's forward, and those of the loads that begin in it."""
+    """Orders for all ranks: the blocks to note after this step's forward, and the loads to compare from it on."""
 
     noted: tuple[Block, ...]
     loads: tuple[LoadedBlocks, ...]
@@ -92,7 +97,9 @@ class BlockSample(Observer):
         self._hash_size = hash_block_size
         self._prompts: dict[str, _Prompt] = {}
         self._unfilled: dict[str, _Prompt] = {}  # those with blocks that are still to be computed
+        self._hits: dict[str, list[int]] = {}  # by request: the connectors that had one, until its load is admitted
         self._loads: list[LoadedBlocks] = []
+        self._again: dict[str, LoadedBlocks] = {}  # by request: asynchronous ones that others may overwrite
         self._ranks = ranks
         self._noted: dict[tuple[int, bytes], dict[str, str]] = {}  # fingerprints by rank, for decode engines
         self._handed: dict[str, list[Block]] = {}  # by request: those with a prefill engine's fingerprints
@@ -110,12 +117,14 @@ class BlockSample(Observer):
                 prompt = self._prompts[request.request_id] = _Prompt(sampled)
         if prompt is not None:
             self._unfilled[request.request_id] = prompt
-        if owner is not None and (handed := _handed(request.kv_transfer_params)):
-            self._handed[request.request_id] = handed
+        if owner is not None:
+            self._hits[request.request_id] = [offer.child for offer in lookup.offers if offer.tokens]
+            if handed := _handed(request.kv_transfer_params):
+                self._handed[request.request_id] = handed
 
     def admitted(self, request_id: str, load: Load) -> None:
-        """Order the blocks of a load; those that a prefill engine has noted are compared with its fingerprints."""
-        first, end, blocks = load.local_tokens, load.local_tokens + load.tokens, dict[tuple[int, int], Block]()
+        """Order the blocks of a load: with this engine's notes, and again with those that a prefill engine sent."""
+        first, end, blocks = load.local_tokens, load.local_tokens + load.tokens, list[Block]()
         prompt, handed = self._prompts.get(request_id), self._handed.get(request_id, ())
         for group, (ids, size) in enumerate(zip(load.blocks, self._sizes, strict=False)):
             sampled = self._of_group(prompt, group, first, end) if prompt is not None else ()
@@ -124,9 +133,18 @@ class BlockSample(Observer):
                 # Null blocks, which a load does not have, come first.
                 at = len(ids) + block.position // size - -(-end // size)
                 if first <= block.position <= end - size and at >= 0:
-                    blocks[group, block.position] = block._replace(id=ids[at])
+                    blocks.append(block._replace(id=ids[at]))
+        others = tuple([child for child in self._hits.pop(request_id, ()) if child != load.child])
         if blocks:
-            self._loads.append(LoadedBlocks(load.child, request_id, load.is_async, tuple(blocks.values())))
+            loaded = LoadedBlocks(load.child, request_id, load.is_async, tuple(blocks), others)
+            self._loads.append(loaded)
+            if load.is_async and others:
+                self._again[request_id] = loaded
+
+    def load_ended(self, request_id: str, load: Load) -> None:
+        """Forget a failed load: its blocks are computed."""
+        if load.failed:
+            self._again.pop(request_id, None)
 
     def noted(self, notes: Sequence[Any]) -> None:
         """Keep the fingerprints that ranks have sent."""
@@ -153,15 +171,33 @@ class BlockSample(Observer):
 
     def request_ended(self, request: ObservedRequest) -> None:
         self._prompts.pop(request.request_id, None)
-        self._handed.pop(request.request_id, None)
-        self._unfilled.pop(request.request_id, None)
+        for kept in (self._handed, self._unfilled, self._hits, self._again):
+            kept.pop(request.request_id, None)
 
     @contained("verify")
     def orders_of(self, output: SchedulerOutput) -> VerifyOrders | None:
         """Return the orders for this step, if there are any."""
         noted = self._computed_in(output) if self._unfilled else []
         loads, self._loads = self._loads, []
+        if self._again:
+            loads += self._begun_in(output)
         return VerifyOrders(tuple(noted), tuple(loads)) if noted or loads else None
+
+    def _begun_in(self, output: SchedulerOutput) -> Iterator[LoadedBlocks]:
+        """Return the received loads whose requests begin in this step: connectors that were not chosen load in it."""
+        cached = output.scheduled_cached_reqs
+        begun = [(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        begun += zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, ids, computed in begun:
+            if (load := self._again.pop(request_id, None)) is not None:
+                blocks = tuple([block for block in load.blocks if self._is_whole(block, ids, computed)])
+                yield load._replace(is_async=False, is_again=True, blocks=blocks)
+
+    def _is_whole(self, block: Block, ids: Sequence[Sequence[int]], computed: int) -> bool:
+        """Return whether a loaded block is still the request's, and nothing in it is computed again."""
+        size = self._sizes[block.group]
+        place = block.position // size
+        return block.position + size <= computed and block.id in ids[block.group][place : place + 1]
 
     def _computed_in(self, output: SchedulerOutput) -> list[Block]:
         """Return the blocks that become full in this step."""

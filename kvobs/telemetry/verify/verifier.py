@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from kvobs.clock import wall_ns
@@ -21,16 +21,21 @@ _OUTCOMES = {name: signals.slot(signals.VERIFIED_BLOCKS, name) for name in signa
 OPEN_AT_MOST = 4096  # loads; a rank need not report one whose request has ended
 SILENT_NS = 60 * 10**9  # after an error was logged: a broken connector would fill the log
 _NO_ORDERS = VerifyOrders((), ())
+_DECISIVE: tuple[Outcome, ...] = ("match", "mismatch", "lossy", "unknown")
+"""Of the outcomes of a block the one that counts: two engines may compute it differently, and both are right."""
 
 
 class _Reading(NamedTuple):
     taken: Taken
     noted: Sequence[Block]
     loads: Sequence[LoadedBlocks]
+    reporters: Collection[int]  # connectors that reported bad blocks in that step, which they do not load
 
 
 class Verifier:
     """Verifies the loads of one rank; an asynchronous one when it is received, another after its step.
+
+    Connectors may load what they were not chosen for: a received load that they may overwrite is compared twice.
 
     With ``refuses`` asynchronous loads with a wrong block must fail; with ``hands_over`` other engines compare, too.
     """
@@ -55,6 +60,8 @@ class Verifier:
         self._orders = _NO_ORDERS
         self._open: dict[str, LoadedBlocks] = {}  # by request
         self._received: dict[str, LoadedBlocks] = {}  # in this step
+        self._reporters: set[int] = set()  # in this step
+        self._wrong: dict[str, set[tuple[int, int]]] = {}  # by request: blocks, of loads that are compared twice
         self._readings: deque[_Reading] = deque()
         self._notes: list[WrongBlocks | NotedBlock] = []
         self._silent_until_ns = [0] * len(names)
@@ -77,6 +84,10 @@ class Verifier:
         if not self._open and not self._received:
             return
         for request in requests:
+            if kind in (ReportKind.HOLED, ReportKind.SPOILED) and child is not None:
+                load = self._open.get(request) or self._received.get(request)
+                if load is None or load.child != child:
+                    self._reporters.add(child)
             if kind is ReportKind.RECEIVED:
                 if (load := self._open.get(request)) is not None and child in (load.child, None):
                     self._received[request] = self._open.pop(request)
@@ -100,6 +111,7 @@ class Verifier:
         if orders.noted or received:
             self._orders, self._received = _NO_ORDERS, {}
             self._queue(orders.noted, received.values())
+        self._reporters = set()
         self._compare_read()
 
     def take_notes(self) -> list[WrongBlocks | NotedBlock]:
@@ -111,7 +123,7 @@ class Verifier:
         noted = [block for block in blocks if self._fingerprints.can_read(block)]
         loads = [self._readable(load) for load in received]
         if every := [*noted, *(block for load in loads for block in load.blocks)]:
-            self._readings.append(_Reading(self._fingerprints.take(every), noted, loads))
+            self._readings.append(_Reading(self._fingerprints.take(every), noted, loads, self._reporters))
 
     def _compare_read(self, *, waits: bool = False) -> set[str]:
         """Compare the blocks that have been read, or all that are queued; return the requests that got wrong ones."""
@@ -122,7 +134,7 @@ class Verifier:
 
     def _readable(self, load: LoadedBlocks) -> LoadedBlocks:
         blocks = tuple([block for block in load.blocks if self._fingerprints.can_read(block)])
-        if left_out := len(load.blocks) - len(blocks):
+        if not load.is_again and (left_out := len(_places(load.blocks)) - len(_places(blocks))):
             self._recorder.count(load.child, _OUTCOMES["unknown"], left_out)
         return load._replace(blocks=blocks)
 
@@ -134,36 +146,76 @@ class Verifier:
                 sent = fingerprint.sent(self._fingerprints.form(block.group))
                 self._notes.append(NotedBlock(block.group, block.key, self._rank, sent))
         for load in reading.loads:
-            outcomes = [(self._outcome(block, next(fingerprints)), block) for block in load.blocks]
-            for outcome, _ in outcomes:
-                self._recorder.count(load.child, _OUTCOMES[outcome])
-            if wrong := [block for outcome, block in outcomes if outcome == "mismatch"]:
+            found = defaultdict[tuple[int, int], set[Outcome]](set)
+            for block in load.blocks:
+                found[block.group, block.position].add(self._outcome(block, next(fingerprints)))
+            outcomes = {place: next(each for each in _DECISIVE if each in found[place]) for place in found}
+            wrong = {place for place, outcome in outcomes.items() if outcome == "mismatch"}
+            if load.is_again:
+                wrong -= self._wrong.pop(load.request, set())
+            else:
+                self._count(load, outcomes.values())
+                if wrong and load.is_async and load.others:
+                    self._wrong[load.request] = wrong
+                    if len(self._wrong) > OPEN_AT_MOST:
+                        del self._wrong[next(iter(self._wrong))]
+            if wrong:
                 requests.add(load.request)
-                self._report(load, wrong)
-            if any(outcome == "lossy" for outcome, _ in outcomes):
-                text = (
-                    "connector %r loads blocks on rank %d whose values are near the computed ones, but not the same: "
-                    "it compresses them, or another engine computed them (kvobs_verified_blocks_total, outcome lossy)"
-                )
-                name = self._names[load.child]
-                once(f"lossy:{name}", logging.INFO, text, name, self._rank)
+                self._report(load, len(outcomes), wrong, reading.reporters)
         return requests
+
+    def _count(self, load: LoadedBlocks, outcomes: Iterable[Outcome]) -> None:
+        """Count the outcomes of a load, but wrong blocks, whose writer may be another."""
+        for outcome in outcomes:
+            if outcome != "mismatch":
+                self._recorder.count(load.child, _OUTCOMES[outcome])
+        if "lossy" in outcomes:
+            text = (
+                "connector %r loads blocks on rank %d whose values are near the computed ones, but not the same: "
+                "it compresses them, or another engine computed them (kvobs_verified_blocks_total, outcome lossy)"
+            )
+            name = self._names[load.child]
+            once(f"lossy:{name}", logging.INFO, text, name, self._rank)
 
     def _outcome(self, block: Block, fingerprint: Fingerprint) -> Outcome:
         if block.sent is None:
             return self._blocks.compare(block.group, block.key, fingerprint)
         return compare_sent(block.sent.get(str(self._rank), ""), self._fingerprints.form(block.group), fingerprint)
 
-    def _report(self, load: LoadedBlocks, wrong: Sequence[Block]) -> None:
-        """Count the wrong blocks of a load, note them for the scheduler's side, and log them."""
+    def _report(
+        self, load: LoadedBlocks, compared: int, wrong: Collection[tuple[int, int]], reporters: Collection[int]
+    ) -> None:
+        """Count the wrong blocks of a load for their writer, note them for the scheduler's side, and log them."""
+        writer, did, why = self._blamed(load, reporters)
+        self._recorder.count(writer, _OUTCOMES["mismatch"], len(wrong))
         for _ in wrong:
-            self._recorder.count_open(load.child, signals.CORRUPT_BLOCKS, str(self._rank))
-        self._notes.append(WrongBlocks(load.child, load.request, len(wrong)))
-        if (now_ns := wall_ns()) >= self._silent_until_ns[load.child]:
-            self._silent_until_ns[load.child] = now_ns + SILENT_NS
+            self._recorder.count_open(writer, signals.CORRUPT_BLOCKS, str(self._rank))
+        self._notes.append(WrongBlocks(load.child, load.request, len(wrong), writer))
+        if (now_ns := wall_ns()) >= self._silent_until_ns[writer]:
+            self._silent_until_ns[writer] = now_ns + SILENT_NS
             text = (
-                "connector %r loaded wrong bytes on rank %d: %d of %d verified blocks of request %s are not those that "
-                "were computed for their tokens, the first at token %d. Its answer may be wrong; see docs/verify.md"
+                "connector %r %s on rank %d: %d of %d verified blocks of request %s are not those that "
+                "were computed for their tokens, the first at token %d. Its answer may be wrong; see docs/verify.md%s"
             )
-            name, first = self._names[load.child], min(block.position for block in wrong)
-            log.error(text, name, self._rank, len(wrong), len(load.blocks), line(load.request), first)
+            name, first = self._names[writer], min(position for _, position in wrong)
+            log.error(text, name, did, self._rank, len(wrong), compared, line(load.request), first, why)
+
+    def _blamed(self, load: LoadedBlocks, reporters: Collection[int]) -> tuple[int, str, str]:
+        """Return the connector that is taken to have written wrong blocks, what it did, and why it is named."""
+        owner, others = self._names[load.child], ", ".join(repr(self._names[child]) for child in load.others)
+        if suspects := set(load.others).intersection(reporters):
+            did = f"wrote wrong bytes into blocks that connector {owner!r} loaded"
+            return min(suspects), did, ". It reported bad blocks in this step, of loads for which it was not chosen"
+        if load.is_again:
+            did = f"wrote wrong bytes into blocks that connector {owner!r} had loaded"
+            why = f". They were right when they arrived. Connectors that also had a hit for this request: {others}"
+            return load.others[0], did, why
+        why = (
+            f". Or a connector that also had a hit for this request wrote into these blocks: {others}" if others else ""
+        )
+        return load.child, "loaded wrong bytes", why
+
+
+def _places(blocks: Iterable[Block]) -> set[tuple[int, int]]:
+    """Return group and position of blocks: one may be compared with several fingerprints."""
+    return {(block.group, block.position) for block in blocks}

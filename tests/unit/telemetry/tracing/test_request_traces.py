@@ -276,14 +276,14 @@ def test_wrong_blocks_of_a_live_request_are_an_error_below_its_load(caller: Trac
     scheduler.traces.of(asked)
     scheduler.traces.admitted("r", Load(1, 16, True, 1))
     above = scheduler.traces.of_load("r")
-    scheduler.traces.noted([WrongBlocks(1, "r", 3), WrongBlocks(1, "unknown", 1), "another observer's note"])
+    scheduler.traces.noted([WrongBlocks(0, "r", 3, 1), WrongBlocks(1, "unknown", 1, 1), "another observer's note"])
     (record,) = [each for each in scheduler.written() if each.name == "kv.load.wrong"]
     assert above is not None
     assert (record.trace_id, record.parent_id, record.reason) == (caller.trace_id, above.span_id, Reason.ERROR)
     found = {key: record.attributes[key] for key in ("kv_transfer.connector", "kv_transfer.wrong_blocks", "error.type")}
     assert found == {"kv_transfer.connector": "cpu", "kv_transfer.wrong_blocks": 3, "error.type": "wrong_bytes"}
     scheduler.traces.request_ended(asked)
-    scheduler.traces.noted([WrongBlocks(1, "r", 1)])
+    scheduler.traces.noted([WrongBlocks(1, "r", 1, 1)])
     assert [each.name for each in scheduler.written() if each.name == "kv.load.wrong"] == []
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvobs.state.cache_layout import CacheLayout
+from kvobs.state.transfers import NO_RESULT, LookupResult, Offer
 from kvobs.telemetry.verify.noted import BLOCKS_AT_MOST
 from kvobs.telemetry.verify.sample import (
     HANDED_AT_MOST,
@@ -111,6 +112,52 @@ def test_the_blocks_of_a_load_are_those_that_it_fills_wholly(is_async: bool) -> 
     assert rig.noted == [[4]]  # the fourth is partly loaded
 
 
+@pytest.mark.parametrize("hit", [0, 2 * BLOCK])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_received_load_is_compared_again_if_another_had_a_hit(is_async: bool, hit: int) -> None:
+    rig = Watched(script := Script("one", {"a": (3 * BLOCK, is_async)}), Script("two", {"a": (hit, is_async)}))
+    rig.add("a", PROMPT, 9)
+    rig.step()
+    script.say(0, received="a" if is_async else "")
+    rig.run(6)
+    found = [(load.others, load.is_async, load.is_again, len(load.blocks)) for load in rig.loads]
+    others = (1,) if hit else ()
+    again = [(others, False, True, 3)] if is_async and hit else []
+    assert found == [(others, is_async, False, 3), *again]
+    with_again = [orders for orders in rig.orders if any(load.is_again for load in orders.loads)]
+    assert [bool(orders.noted) for orders in with_again] == [True] * len(again)  # with the request's first forward
+
+
+def test_a_load_that_has_failed_is_not_compared_again() -> None:
+    one, two = Script("one", {"a": (3 * BLOCK, True)}), Script("two", {"a": (2 * BLOCK, True)})
+    rig = Watched(one, two)
+    rig.add("a", PROMPT, 9)
+    rig.step()
+    one.say(0, failed="a")
+    rig.run(2)
+    two.say(0, received="a")
+    rig.run(6)
+    assert [(load.child, load.is_again) for load in rig.loads] == [(0, False), (1, False)]
+    assert rig.noted == [[2, 3, 4]]
+
+
+def test_only_whole_blocks_that_are_still_the_requests_are_compared_again() -> None:
+    sample = BlockSample(1, CacheLayout((16, 32)), 16)
+    sample.allocated(_request(80, hashes(5)), _lookup(0, 1), 0, 64)
+    sample.admitted("a", _load(((11, 12, 13, 14), (21, 22)), 0, 64))
+    new = SimpleNamespace(req_id="a", block_ids=([11, 99, 13, 14, 15], [0, 22, 23]), num_computed_tokens=63)
+    nothing = SimpleNamespace(**NOTHING)
+    output: Any = SimpleNamespace(
+        scheduled_new_reqs=[new], scheduled_cached_reqs=nothing, num_scheduled_tokens={"a": 17}
+    )
+    orders = sample.orders_of(output)
+    assert orders is not None
+    assert [[(block.group, block.id) for block in load.blocks] for load in orders.loads] == [
+        [(0, 11), (0, 12), (0, 13), (0, 14), (1, 21), (1, 22)],
+        [(0, 11), (0, 13)],
+    ]
+
+
 @pytest.mark.parametrize(("share", "is_on"), [(None, False), (1e-18, False)])
 def test_without_a_share_nothing_is_ordered(share: float | None, is_on: bool) -> None:
     rig = Watched(Script("one", {"a": (3 * BLOCK, False)}), share=share)
@@ -120,14 +167,18 @@ def test_without_a_share_nothing_is_ordered(share: float | None, is_on: bool) ->
 
 
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
-    rig = Watched(Script("one", {"a": (3 * BLOCK, False)}), budget=BLOCK)
-    for name in ("a", "b"):
-        rig.add(name, PROMPT, 2)
+    rig = Watched(
+        Script("one", {"a": (3 * BLOCK, False), "c": (BLOCK, True)}), Script("two", {"c": (9, True)}), budget=BLOCK
+    )
+    for name in ("a", "b", "c"):
+        rig.add(name, [ord(name), *PROMPT], 2)
     rig.run(2)
-    rig.abort("b")
+    for name in ("b", "c"):
+        rig.abort(name)
     rig.run(20)
     sample = rig.connector._telemetry._sample
-    assert (sample._prompts, sample._unfilled, sample._loads, sample._handed) == ({}, {}, [], {})
+    kept = sample._prompts, sample._unfilled, sample._loads, sample._handed, sample._hits, sample._again
+    assert kept == ({}, {}, [], {}, {}, {})
 
 
 FINGERPRINT = {"0": "of rank 0", "1": "of rank 1"}
@@ -154,7 +205,7 @@ def test_the_decode_engine_compares_the_blocks_that_the_prefill_engine_has_noted
     (load,) = rig.loads
     handed = [block for block in load.blocks if block.sent is not None]
     assert handed == [Block(keys[i][:KEY_BYTES], 0, ids[i], i * BLOCK, FINGERPRINT) for i in (0, 2)]
-    assert len(load.blocks) == (4 if share == 1 else 2)
+    assert len(load.blocks) == (4 + 2 if share == 1 else 2)  # these are compared with both
 
 
 def test_the_client_of_a_finished_request_gets_the_fingerprints_for_a_decode_engine() -> None:
@@ -182,7 +233,7 @@ def test_a_decode_engine_gets_some_of_many_blocks() -> None:
 def test_params_of_any_kind_hand_nothing_over(value: Any) -> None:
     sample = BlockSample(1, CacheLayout((BLOCK,)), BLOCK)
     for params in (value, {"kvobs": value}, {"kvobs": {"blocks": value}}, {"kvobs": {"blocks": [value]}}):
-        sample.allocated(_request(BLOCK, [], params), None, 0, BLOCK)  # type: ignore[arg-type]
+        sample.allocated(_request(BLOCK, [], params), NO_RESULT, 0, BLOCK)
     assert sample._handed == {}
 
 
@@ -199,7 +250,7 @@ def test_params_of_any_kind_hand_nothing_over(value: Any) -> None:
 )
 def test_blocks_that_are_handed_over_are_bounded(blocks: Any, taken: int) -> None:
     sample = BlockSample(1, CacheLayout((BLOCK,)), BLOCK)
-    sample.allocated(_request(BLOCK, [], {"kvobs": {"blocks": blocks}}), None, 0, BLOCK)  # type: ignore[arg-type]
+    sample.allocated(_request(BLOCK, [], {"kvobs": {"blocks": blocks}}), NO_RESULT, 0, BLOCK)
     assert len(sample._handed.get("a", [])) == taken
 
 
@@ -232,6 +283,10 @@ def _sampled(share: float, keys: list[bytes]) -> set[bytes]:
 
 def _request(tokens: int, keys: list[bytes], params: Any = None) -> Any:
     return SimpleNamespace(request_id="a", num_prompt_tokens=tokens, block_hashes=keys, kv_transfer_params=params)
+
+
+def _lookup(*children: int) -> LookupResult:
+    return LookupResult([Offer(child, 1, True) for child in children])
 
 
 def _load(blocks: Any, local: int, tokens: int) -> Any:

@@ -1,6 +1,7 @@
 """Loads that are received, failed, or ended elsewhere, and what is counted and said of their blocks."""
 
 import logging
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -123,10 +124,95 @@ def test_blocks_of_another_engine_are_compared_with_its_fingerprints() -> None:
     for rank in (decode, other):
         rank.cache[5] = prefill.cache[9]
         sent = {str(note.rank): note.sent}
-        blocks = [block(number)._replace(sent=sent) for number in (5, 6)] + [block(5)._replace(sent={"2": note.sent})]
+        blocks = [block(number)._replace(sent=sent) for number in (5, 6)] + [block(7)._replace(sent={"2": note.sent})]
         rank.step(LoadedBlocks(0, "a", False, tuple(blocks)))
     assert decode.counted() == {"match": 1, "mismatch": 1, "unknown": 1}
     assert other.counted() == {"unknown": 3}
+
+
+OWN = [block(5), block(6, b"unknown")]
+"""Blocks of this engine's prompt, of which it has computed the first."""
+
+
+@pytest.mark.parametrize("bytes_are", ["right", "near", "wrong"])
+@pytest.mark.parametrize("sent", ["right", "near", "wrong", "of another form", "malformed"])
+def test_a_block_is_compared_with_both_engines_fingerprints(bytes_are: str, sent: str) -> None:
+    rank, theirs = Rank(parallel="one"), Rank(parallel="two" if sent == "of another form" else "one")
+    right = rank.cache[9].clone()
+    variants = {"right": right, "near": right * 1.1, "wrong": rank.cache[2]}
+    theirs.cache[9] = variants.get(sent, right)
+    theirs.step(noted=[block(9)])
+    note = theirs.verifier.take_notes()[-1]
+    assert isinstance(note, NotedBlock)
+    rank.cache[5] = rank.cache[6] = variants[bytes_are]
+    by_rank = {"3": "" if sent == "malformed" else note.sent}
+    blocks = [*OWN, *[each._replace(key=b"another", sent=by_rank) for each in OWN]]
+    rank.step(LoadedBlocks(0, "a", False, tuple(blocks)))
+    own = {"right": "match", "near": "lossy", "wrong": "mismatch"}[bytes_are]
+    if sent in ("of another form", "malformed"):
+        both, alone = own, "unknown"
+    else:
+        alone = "match" if sent == bytes_are else "mismatch" if "wrong" in (sent, bytes_are) else "lossy"
+        both = next(each for each in ("match", "mismatch", "lossy") if each in (own, alone))
+    assert rank.counted() == Counter((both, alone))
+
+
+def test_the_connector_that_reported_bad_blocks_is_blamed(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+    """It overwrote blocks of loads for which it was not chosen, and reported some of them."""
+    wrong = load(8, is_async=False)._replace(others=(1,))
+    failed = load(6, request="failed", is_async=False)
+    rank.step(wrong, failed, reports=[(1, ReportKind.HOLED, ["failed"]), (0, ReportKind.SYNC_DONE, ["a"])])
+    assert (rank.counted(0), rank.counted(1)) == ({}, {"mismatch": 1})
+    assert rank.recorder._opened == {(signals.CORRUPT_BLOCKS.name, 1, "3"): 1}
+    assert rank.verifier.take_notes() == [WrongBlocks(0, "a", 1, 1)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "connector 'two' wrote wrong bytes into blocks that connector 'one' loaded on rank 3: 1 of 1 verified blocks "
+        "of request a are not those that were computed for their tokens, the first at token 128. Its answer may be "
+        "wrong; see docs/verify.md. It reported bad blocks in this step, of loads for which it was not chosen"
+    ]
+    rank.step(wrong)
+    assert (rank.counted(0), rank.counted(1)) == ({"mismatch": 1}, {"mismatch": 1})
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [(1, ReportKind.FAILED, ["failed"])],
+        [(1, ReportKind.HOLED, ["its own"])],
+        [(None, ReportKind.FAILED, ["failed"])],
+    ],
+)
+def test_a_connector_whose_own_load_failed_is_not_blamed(rank: Rank, reports: Any) -> None:
+    own = load(6, request="its own")._replace(child=1)
+    rank.step(load(8, is_async=False)._replace(others=(1,)), own, reports=reports)
+    assert (rank.counted(0), rank.counted(1)) == ({"mismatch": 1}, {})
+
+
+def test_connectors_that_had_a_hit_are_named_as_well(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+    rank.step(load(8, is_async=False)._replace(others=(1,)))
+    assert (rank.counted(0), rank.counted(1)) == ({"mismatch": 1}, {})
+    text = " Or a connector that also had a hit for this request wrote into these blocks: 'two'"
+    assert caplog.records[0].getMessage().endswith("see docs/verify.md." + text)
+
+
+def test_a_received_block_that_is_overwritten_is_found(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+    """Of its load: one that was wrong when it arrived, one that stays right, and one that is overwritten."""
+    rank.cache[5] = rank.cache[6] = rank.cache[9]
+    loaded = load(5, 6, 7)._replace(others=(1,))
+    rank.step(loaded)
+    rank.step(reports=[(0, ReportKind.RECEIVED, ["a"])])
+    assert rank.counted() == {"match": 2, "mismatch": 1}
+    rank.cache[6] = rank.cache[7]
+    rank.step(loaded._replace(is_async=False, is_again=True))
+    assert (rank.counted(0), rank.counted(1)) == ({"match": 2, "mismatch": 1}, {"mismatch": 1})
+    assert rank.verifier.take_notes() == [WrongBlocks(0, "a", 1, 0), WrongBlocks(0, "a", 1, 1)]
+    assert caplog.records[-1].getMessage() == (
+        "connector 'two' wrote wrong bytes into blocks that connector 'one' had loaded on rank 3: 1 of 3 verified "
+        "blocks of request a are not those that were computed for their tokens, the first at token 96. Its answer may "
+        "be wrong; see docs/verify.md. They were right when they arrived. Connectors that also had a hit for this "
+        "request: 'two'"
+    )
+    assert rank.verifier._wrong == {}
 
 
 def test_blocks_that_were_not_noted_or_can_not_be_read_are_unknown(rank: Rank) -> None:
@@ -146,7 +232,7 @@ def test_wrong_blocks_are_logged_with_connector_rank_request_and_position(
     now[0] += verifier.SILENT_NS
     rank.step(load(5, request="later", is_async=False))
     assert rank.counted() == {"match": 3, "mismatch": 7}
-    assert rank.verifier.take_notes() == [WrongBlocks(0, "bad\n", 2)] * 3 + [WrongBlocks(0, "later", 1)]
+    assert rank.verifier.take_notes() == [WrongBlocks(0, "bad\n", 2, 0)] * 3 + [WrongBlocks(0, "later", 1, 0)]
     assert rank.verifier.take_notes() == []
     assert rank.recorder._opened == {(signals.CORRUPT_BLOCKS.name, 0, "3"): 7}
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
@@ -192,3 +278,11 @@ def test_loads_that_nobody_reports_do_not_pile_up(rank: Rank) -> None:
     for number in range(OPEN_AT_MOST + 10):
         rank.step(load(5, request=str(number)))
     assert len(rank.verifier._open) == OPEN_AT_MOST
+
+
+def test_wrong_loads_that_do_not_begin_do_not_pile_up(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifier, "OPEN_AT_MOST", 5)
+    for number in range(8):
+        rank.step(load(5, request=str(number))._replace(others=(1,)))
+        rank.step(reports=[(0, ReportKind.RECEIVED, [str(number)])])
+    assert len(rank.verifier._wrong) == 5
