@@ -188,6 +188,12 @@ def test_a_connector_whose_own_load_failed_is_not_blamed(rank: Rank, reports: An
     assert (rank.counted(0), rank.counted(1)) == ({"mismatch": 1}, {})
 
 
+def test_a_connector_without_a_hit_for_the_request_is_not_blamed(rank: Rank) -> None:
+    """It may have reported a load of its own, of which no block is in the sample."""
+    rank.step(load(8, is_async=False), reports=[(1, ReportKind.HOLED, ["not sampled"])])
+    assert (rank.counted(0), rank.counted(1)) == ({"mismatch": 1}, {})
+
+
 def test_connectors_that_had_a_hit_are_named_as_well(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
     rank.step(load(8, is_async=False)._replace(others=(1,)))
     assert (rank.counted(0), rank.counted(1)) == ({"mismatch": 1}, {})
@@ -218,6 +224,7 @@ def test_a_received_block_that_is_overwritten_is_found(rank: Rank, caplog: pytes
 def test_blocks_that_were_not_noted_or_can_not_be_read_are_unknown(rank: Rank) -> None:
     rank.step(LoadedBlocks(0, "a", False, (block(5, b"elsewhere"), block(5, group=1))))
     rank.step(LoadedBlocks(1, "b", False, (block(5, group=1),)))
+    rank.step(LoadedBlocks(1, "b", False, (block(5, group=1),), is_again=True))
     assert (rank.counted(0), rank.counted(1)) == ({"unknown": 2}, {"unknown": 1})
 
 
