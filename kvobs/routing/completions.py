@@ -19,7 +19,7 @@ from kvobs.faults import contained
 from kvobs.log import log
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers
-from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents, NextOrders, checked
+from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents, NextOrders, as_set, checked
 from kvobs.routing.visibility import Visibility
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import Observer
@@ -130,7 +130,7 @@ class OutputView:
 
         As with vLLM's router they are the sets that it was shown, or has put there: a copy may have another order.
         """
-        received, sent = output.finished_recving or set(), output.finished_sending or set()
+        received, sent = as_set(output.finished_recving or ()), as_set(output.finished_sending or ())
         if added := set(failed_loads(output)) - shown.failed:
             output.failed_recving = shown.failed  # vLLM has read it already, and does not read it again
             self._add_failures(child.index, added, shown.received)

@@ -5,7 +5,7 @@ All are pickled. The children's parts are identified by position.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -121,6 +121,11 @@ class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
             broken=self.broken | other.broken,
             notes=self.notes + other.notes,
         )
+
+
+def as_set(requests: Iterable[str]) -> set[str]:
+    """Return request ids as a set: as vLLM's router, kvobs accepts any iterable of them."""
+    return requests if isinstance(requests, set) else set(requests)
 
 
 def checked(meta: object, children: int, ranks: int) -> MultiKVConnectorWorkerMetadata | None:

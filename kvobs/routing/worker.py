@@ -23,6 +23,7 @@ from kvobs.routing.metadata import (
     MultiKVConnectorWorkerMetadata,
     MultiKVEvents,
     Orders,
+    as_set,
 )
 from kvobs.routing.worker_isolation import WorkerGates
 from kvobs.state.events import WorkerObserver
@@ -163,8 +164,8 @@ class WorkerSide:
             if FURTHER_RESULTS:
                 self._note_further(results)
             if results.failed_recving or results.finished_recving or results.finished_sending:
-                owned = self._first_of_owned(child, results.finished_recving)
-                bad = results.failed_recving
+                arrived, bad = as_set(results.finished_recving), as_set(results.failed_recving)
+                owned = self._first_of_owned(child, arrived)
                 if self.observer.may_refuse and owned:
                     bad = bad | self.observer.refused(child.index, owned - bad)
                 received |= owned
@@ -172,7 +173,7 @@ class WorkerSide:
                 self._report(child, ReportKind.FAILED, bad)
                 if bad:
                     self._note_bad_syncs(child, bad)
-                self._report(child, ReportKind.RECEIVED, results.finished_recving - bad)
+                self._report(child, ReportKind.RECEIVED, arrived - bad)
                 self._report(child, ReportKind.SAVED, results.finished_sending)
         # Failures found by the scheduler's side: every rank reports them in the same step.
         ordered = self._orders.failed
@@ -382,6 +383,7 @@ class WorkerSide:
     def _report(self, child: Child, kind: ReportKind, requests: Any) -> None:
         if not requests:
             return
+        requests = as_set(requests)
         now = wall_ns()
         if self.observer.wants_reports:
             self.observer.reported(child.index, kind, requests)

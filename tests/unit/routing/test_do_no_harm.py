@@ -3,7 +3,7 @@
 The connectors here break where a router does to them what vLLM would not have done.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from kvobs.schema.config import ConfigError
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script, ScriptedConnector
+from kvobs.testing.scripted import TransferResults
 from tests.support.rig import assert_gone_after, assert_nothing_is_left, child_config, counted, started
 from tests.support.scripted import Stats
 from tests.support.stock import wrong_in_stock
@@ -369,3 +370,58 @@ def test_kvobs_within_kvobs_is_refused(a: Script, b: Script) -> None:
     with pytest.raises(ConfigError, match=r"connectors\[0\].*kvobs within kvobs; list its connectors here"):
         Rig("kvobs", connectors=[inner, child_config(b)])
     assert a.calls == b.calls == []
+
+
+ITERABLES: list[Callable[[Iterable[str]], Any]] = [set, frozenset, list, tuple, dict.fromkeys, iter]
+as_any = pytest.mark.parametrize("made", ITERABLES, ids=["set", "frozenset", "list", "tuple", "dict", "iterator"])
+
+
+@both
+@as_any
+def test_transfer_results_may_be_any_iterables(router: str, made: Any, a: Script, b: Script) -> None:
+    """vLLM's router unites and iterates them."""
+    a.offers["r"], a.promises = [KV, MISS], {"saved", "r"}
+    rig = Rig(router, a, b)
+    rig.add("saved", max_tokens=1)
+    rig.add("r", max_tokens=1)
+    rig.run(3)
+
+    def say(received: str = "", failed: str = "", saved: str = "") -> None:
+        said = TransferResults()
+        said.finished_recving, said.failed_recving = made((received + failed).split()), made(failed.split())
+        said.finished_sending = made(saved.split())
+        a.reports[0] = said
+
+    say(failed="r", saved="saved")
+    rig.run(4)
+    assert rig.status("saved") == "gone"
+    say(saved="r")
+    rig.run(3)
+    assert rig.status("r") == "gone"
+    assert_all_is_free(rig)
+
+
+@both
+@as_any
+def test_a_child_may_put_any_iterables_into_the_output(router: str, made: Any, a: Script, b: Script) -> None:
+    a.offers["r"], a.promises = KV, {"saved"}
+    rig = Rig(router, a, b)
+
+    def put(output: Any) -> None:
+        output.finished_recving = made(list(output.finished_recving or ()))
+        output.finished_sending = made(list(output.finished_sending or ()))
+
+    b.on_output = put  # the last one: the others read what it leaves
+    rig.add("saved", max_tokens=1)
+    rig.add("r", max_tokens=1)
+    rig.run(3)
+    a.say(0, received="r", saved="saved")
+    rig.run(4)
+    assert (rig.status("r"), rig.status("saved")) == ("gone", "gone")
+    assert_all_is_free(rig)
+
+
+def assert_all_is_free(rig: Rig) -> None:
+    rig.run(2)
+    assert rig.scheduler.requests == {}
+    assert rig.held_blocks == 0
