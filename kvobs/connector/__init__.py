@@ -22,7 +22,8 @@ from kvobs.aggregation import aggregator
 from kvobs.connector import wiring
 from kvobs.connectors import configured
 from kvobs.connectors.child import build, shut_down
-from kvobs.connectors.configured import all_support_hma, read_specs, required_layout
+from kvobs.connectors.configured import all_support_hma, ask, read_specs, required_layout
+from kvobs.connectors.endings import must_pass
 from kvobs.connectors.fanout import hooks_of, own_attribute
 from kvobs.probe.black_box import STOPS
 from kvobs.probe.pure import Call
@@ -177,11 +178,16 @@ class MultiConnector(stock.MultiConnector):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        return all(map(_supports_divergent_hits, self._connectors))
+        try:
+            return all(map(_supports_divergent_hits, self._connectors))
+        except BaseException as error:  # perhaps of an isolated connector
+            if must_pass(error):
+                raise
+            return all(child.ask("supports_divergent_local_hybrid_hits") for child in self._children)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return any(child.requires_kv_delivery for child in self._connectors)
+        return any(child.ask("requires_kv_delivery") for child in self._children)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -192,7 +198,7 @@ class MultiConnector(stock.MultiConnector):
             kv_load_failure_policy="recompute",  # unknown here; it is checked when the connector is built
         )
         return any(
-            spec.connector_class.requires_piecewise_for_cudagraph(spec.transfer_config.kv_connector_extra_config)
+            ask(spec, "requires_piecewise_for_cudagraph", spec.transfer_config.kv_connector_extra_config)
             for spec in read_specs(parent)
         )
 

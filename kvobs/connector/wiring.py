@@ -24,7 +24,7 @@ from kvobs.probe.native import choice
 from kvobs.probe.pure import Call
 from kvobs.routing.audience import Audience
 from kvobs.routing.completions import Completions, OutputView
-from kvobs.routing.isolation import Isolation
+from kvobs.routing.isolation import GIVE_UP_NS, Isolation
 from kvobs.routing.lookups import Offers, OpenLookups
 from kvobs.routing.metadata import NextOrders
 from kvobs.routing.scheduler import EngineFacts, SchedulerSide
@@ -268,6 +268,12 @@ def _introduce(validated: Validated, tracing: TracingSettings | None, go_to: str
                 "connector %r has methods that are no hooks of vLLM: %s. Calls of them reach it, and are not recorded"
             )
             log.info(text, spec.name, ", ".join(names))
+    if isolated := ", ".join(configuration.options.isolate):
+        text = (
+            "isolated: %s. One that fails goes into quarantine; a request whose load it may have begun waits up to "
+            "%g s, since something may still write into its blocks"
+        )
+        log.info(text, isolated, GIVE_UP_NS / 1e9)
     for warning in validated.warnings:
         log.warning("%s", warning)
     sampling.warn_about(configuration.options, tracing)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 from kvobs import faults
+from kvobs.connectors.answers import read_layout
+from kvobs.connectors.endings import must_pass
 from kvobs.connectors.gate import Gate
 from kvobs.connectors.specs import ChildSpec
 from kvobs.log import line, log
@@ -22,7 +24,6 @@ from kvobs.schema import signals
 from kvobs.schema.config import PATH
 from kvobs.schema.signals import TIMED
 from kvobs.state.cache_layout import full_group
-from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import Cadence, Combine, Hook, Side, is_empty
 
 if TYPE_CHECKING:
@@ -98,6 +99,11 @@ class Child:
             if self.activated is not None and hook.cadence is Cadence.REQUEST:
                 call = self.activated(call)
         return call if self.gate is None else self.gate.guard(hook.name, call)
+
+    def ask(self, name: str) -> Any:
+        """Return the value of a property."""
+        ask = partial(getattr, self.connector, name)
+        return ask() if self.gate is None else self.gate.guard(name, ask)()
 
     def layer_target(self, hook: str) -> LayerCall:
         """Return the unrecorded call of a layer hook, for the fan-out that counts it."""
@@ -177,7 +183,7 @@ def build(
     try:
         for spec in specs:
             connector = _build_one(spec, vllm_config, role, kv_cache_config)
-            gate = Gate(spec.index, recorder, **versions.no_results()) if spec.is_isolated else None
+            gate = Gate(spec.index, recorder) if spec.is_isolated else None
             built.append(Child(spec.index, spec.name, connector, recorder, activated, gate, sides, group))
     except BaseException as error:
         error.add_note(f"while building connector {specs[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
@@ -200,10 +206,13 @@ def shut_down(children: Sequence[Child]) -> None:
 def _build_one(
     spec: ChildSpec, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
 ) -> KVConnectorBase_V1:
+    config = spec.vllm_config(vllm_config)
     try:
-        return spec.connector_class(spec.vllm_config(vllm_config), role, kv_cache_config)
-    except Exception as error:
-        if not spec.is_isolated:
+        if spec.is_isolated:  # one that can't be asked gets any layout: it would save and load something else
+            read_layout(spec.connector_class.get_required_kvcache_layout(config))
+        return spec.connector_class(config, role, kv_cache_config)
+    except BaseException as error:
+        if not spec.is_isolated or must_pass(error):
             raise
         text = "connector %r can't be built (%s: %s). It is isolated: requests are served without it until a restart"
         log.error(text, spec.name, type(error).__name__, line(error))

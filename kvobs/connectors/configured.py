@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import traceback
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,11 +13,13 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.connectors import known
+from kvobs.connectors.answers import answer_of
 from kvobs.connectors.child import Unbuilt
+from kvobs.connectors.endings import must_pass
 from kvobs.connectors.specs import ChildSpec
 from kvobs.connectors.sync_loads import SAFE, Conditions
 from kvobs.connectors.validation import NotUsableError, Validated, clashing_layouts, find_classes, validate
-from kvobs.log import line, log
+from kvobs.log import line, log, once
 from kvobs.schema.config import ConfigError
 from kvobs.schema.findings import show
 
@@ -55,14 +59,17 @@ def class_of(name: str, module: Any) -> type:
     entry: Any = SimpleNamespace(kv_connector=name, kv_connector_module_path=module)
     try:
         connector_class = KVConnectorFactory.get_connector_class(entry)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if must_pass(error):
+            raise
         registered = sorted(getattr(KVConnectorFactory, "_registry", ()))
         if module is None and name not in registered:
             reason, fix = known.cure(name, registered)
             found = f"found {show(name)}, which this vLLM does not have" + (f": {reason}" if reason else "")
             raise NotUsableError(found, ", ".join(registered), fix=fix) from error
         found = f"found {show(name)}, whose class can't be imported: {named(error)}"
-        raise NotUsableError(found, fix=_fix_of_import(name, module, error)) from error
+        fix = _fix_of_import(name, module, error)
+        raise NotUsableError(found, fix=fix, is_import=not _is_of_factory(error)) from error
     if not inspect.isclass(connector_class):
         raise NotUsableError(f"found {show(name)}, which is not a class", fix="name the class of a KV connector")
     return connector_class
@@ -83,6 +90,12 @@ def _fix_of_import(name: str, module: Any, error: BaseException) -> str:
     return "correct kv_connector_module_path, or the class's own module, as the error says"
 
 
+def _is_of_factory(error: BaseException) -> bool:
+    """Return whether vLLM's factory itself has raised: the module has been imported, and its class is no connector."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals.get("__name__") == KVConnectorFactory.__module__
+
+
 def named(error: BaseException) -> str:
     """Return an error's class and text in one line."""
     return f"{type(error).__name__}: {line(error, 400)}"
@@ -96,13 +109,27 @@ def all_support_hma(of: Iterable[ChildSpec]) -> bool:
     return bool(support) and all(support)
 
 
+def ask(spec: ChildSpec, hook: str, *args: Any) -> Any:
+    """Return the answer of a connector's class; an isolated one that fails answers what has no effect."""
+    _, read, nothing = answer_of(hook)
+    try:
+        answer = getattr(spec.connector_class, hook)(*args)
+        return read(answer, args) if spec.is_isolated and read is not None else answer
+    except BaseException as error:
+        if not spec.is_isolated or must_pass(error):
+            raise
+        text = "connector %r fails in %s (%s); it is isolated: the start continues"
+        once(f"ask:{spec.name}:{hook}", logging.WARNING, text, spec.name, hook, named(error))
+        return nothing()
+
+
 def required_layout(vllm_config: VllmConfig, of: Iterable[ChildSpec]) -> str | None:
     """Return the KV cache layout that the children need (such as "HND"), or None if any will do.
 
     Raises:
         ConfigError: when they disagree; names each child and its layout.
     """
-    needs = {spec.name: spec.connector_class.get_required_kvcache_layout(spec.vllm_config(vllm_config)) for spec in of}
+    needs = {spec.name: ask(spec, "get_required_kvcache_layout", spec.vllm_config(vllm_config)) for spec in of}
     if clashes := clashing_layouts(needs):
         raise ConfigError(clashes)
     return next((layout for layout in needs.values() if layout is not None), None)

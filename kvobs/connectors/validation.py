@@ -33,11 +33,11 @@ _DATA_PARALLEL_SUFFIX = re.compile(r"_dp\d+$")
 
 
 class NotUsableError(ValueError):
-    """A connector class can't be used."""
+    """A connector class can't be used; ``is_import``: because its module can't be imported."""
 
-    def __init__(self, found: str, allowed: str = "", *, fix: str) -> None:
+    def __init__(self, found: str, allowed: str = "", *, fix: str, is_import: bool = False) -> None:
         super().__init__(found)
-        self.found, self.allowed, self.fix = found, allowed, fix
+        self.found, self.allowed, self.fix, self.is_import = found, allowed, fix, is_import
 
     def at(self, path: str) -> Finding:
         """Return the mistake, given the path of the connector's entry."""
@@ -142,7 +142,7 @@ def _find_class(checked: Validated, index: int, class_of: Callable[[str, Any], t
     try:
         connector_class = class_of(entry["kv_connector"], entry.get("kv_connector_module_path"))
     except NotUsableError as error:
-        if not (is_isolated and stand_in is not None and isinstance(error.__cause__, ImportError)):
+        if not (is_isolated and stand_in is not None and error.is_import):
             checked.mistakes.append(error.at(path))
             return
         checked.absent[name] = error.at(path)

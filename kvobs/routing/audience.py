@@ -81,9 +81,9 @@ class Audience:
             for visibility in self._visibility:
                 visibility.end(request_id)
 
-    def begin_step(self) -> None:
+    def begin_step(self, output: SchedulerOutput) -> None:
         """Apply what is due: ends of quarantines, answers to open lookups."""
-        self.isolation.begin_step()
+        self.isolation.begin_step(output.finished_req_ids)
         self._open_lookups.poll(self.isolation.is_slow)
 
     def build(self, child: Child, output: SchedulerOutput) -> Any:
@@ -93,6 +93,7 @@ class Audience:
         metadata = child.build_connector_meta(view)
         if view is not output:
             write_back(view, output)
+        self.isolation.built(child.index, metadata)
         return metadata
 
     def unmade(self, orders: Orders) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvobs.clock import wall_ns
+from kvobs.connectors.answers import MalformedAnswerError, answer_of, read_stats, requests_in
 from kvobs.connectors.child import Child
 from kvobs.faults import contained
 from kvobs.log import log
@@ -105,9 +106,9 @@ class OutputView:
                     received, sent = self._show_one(child, output, received, sent)
                 else:
                     child.update_connector_output(output)
-                    if output.finished_recving or output.finished_sending or failed_loads(output):
+                    if child.gate or output.finished_recving or output.finished_sending or failed_loads(output):
                         received, sent = self._take_changes(child, output, Shown(set(), set(), set(), set(), set()))
-                if (left := output.kv_connector_stats) is not part:
+                if (left := output.kv_connector_stats) is not part and self._can_send(child, left):
                     stats = self._stats.replaced(stats, child.index, left)
         finally:
             output.kv_connector_worker_meta, output.kv_cache_events, output.kv_connector_stats = meta, events, stats
@@ -130,8 +131,17 @@ class OutputView:
 
         As with vLLM's router they are the sets that it was shown, or has put there: a copy may have another order.
         """
-        received, sent = as_set(output.finished_recving or ()), as_set(output.finished_sending or ())
-        if added := set(failed_loads(output)) - shown.failed:
+        changed = output.finished_recving, output.finished_sending, failed_loads(output)
+        try:
+            read = as_set if child.gate is None else requests_in
+            received, sent, failed = [read(each or ()) for each in changed]
+        except Exception:
+            if child.gate is None:
+                raise
+            child.gate.fail("update_connector_output", MalformedAnswerError(changed, "sets of request ids"))
+            received, sent, failed = shown.seen_received, shown.seen_sent, shown.failed
+            output.finished_recving, output.finished_sending, output.failed_recving = received, sent, failed
+        if added := failed - shown.failed:
             output.failed_recving = shown.failed  # vLLM has read it already, and does not read it again
             self._add_failures(child.index, added, shown.received)
             received = received - added
@@ -140,6 +150,17 @@ class OutputView:
         if sent != shown.seen_sent:
             self._change(child.index, "save", shown.seen_sent, sent, shown.sent)
         return in_order_of(received, shown.received), in_order_of(sent, shown.sent)
+
+    def _can_send(self, child: Child, stats: Any) -> bool:
+        """Return whether stats that a child has put into the output can be sent; an isolated one has failed if not."""
+        if child.gate is not None:
+            try:
+                read_stats(stats)
+            except Exception:
+                error = MalformedAnswerError(stats, answer_of("get_kv_connector_stats").allowed)
+                child.gate.fail("update_connector_output", error)
+                return False
+        return True
 
     def _add_failures(self, child: int, added: set[str], received: set[str]) -> None:
         """Fail the loads that the child reports as failed; the workers report them to vLLM in the next step."""
@@ -195,6 +216,8 @@ class Completions:
     def take_in(self, output: KVConnectorOutput) -> None:
         """Process the output of a step, and rewrite it."""
         meta, failed_syncs = output.kv_connector_worker_meta, dict[int, list[Load]]()
+        if isinstance(events := output.kv_cache_events, MultiKVEvents) and events.lost:
+            self._lose("get_kv_connector_kv_cache_events", events.lost)
         loads: list[str] = []
         sent: set[str] = set()
         if meta is not None or failed_loads(output) or self.early or self.ledger.has_ended:  # as in few steps
@@ -233,6 +256,7 @@ class Completions:
         """Process the reports; return the synchronous loads that failed, by child."""
         failed_syncs: dict[str, None] = {}
         self.isolation.record_failures(meta.broken)
+        self._lose("build_connector_worker_meta", meta.lost)
         now_ns = wall_ns()
         if meta.notes:
             self.observer.noted(meta.notes)
@@ -248,6 +272,12 @@ class Completions:
             by_child.setdefault(load.child, []).append(load)
         return by_child
 
+    def _lose(self, hook: str, lost: Iterable[int]) -> None:
+        """Note isolated connectors whose part of the workers' message could not be pickled, read or merged."""
+        for index in lost:
+            if (gate := self.children[index].gate) is not None:
+                gate.fail(hook, TypeError("its answer can't be pickled, read or merged"))
+
     @contained("record")
     def _note_loss(self, request_id: str, bad_blocks: set[int]) -> None:
         """Note how many tokens of a load vLLM will recompute: it keeps those before the first bad block."""
@@ -262,10 +292,13 @@ class Completions:
                 self.next_orders.orders.closed.append(request_id)
                 if load.failed and load.is_async:  # the request of a synchronous one runs on, and can't loop
                     self.offers.ban(request_id, load.child)
+                self.isolation.load_ended(load.child, load.opened_ns, failed=load.failed)
                 self.observer.load_ended(request_id, load)
         for request_id in (*saves, *self.ledger.take_saves_in()):  # some end with their load
             for index, save in self.ledger.close_saves(request_id).items():
                 self.next_orders.orders.saved.append((index, request_id))
+                if not save.is_abandoned:
+                    self.isolation.saved(index, save.promised_ns)
                 ended_ns = max(save.arrived.values(), default=wall_ns())
                 self.observer.saved(request_id, index, save, ended_ns)
 

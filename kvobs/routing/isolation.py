@@ -8,22 +8,30 @@ Loads that no worker can have begun fail at once. Any other load is waited for, 
 its blocks: for ``GIVE_UP_NS``; then it counts as failed, and open saves as done.
 """
 
+import pickle
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvobs.clock import wall_ns
 from kvobs.connectors.child import Child, Unbuilt
+from kvobs.connectors.endings import must_pass
 from kvobs.connectors.gate import ends_for_good
 from kvobs.log import line, log
 from kvobs.routing.visibility import Visibility
 from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
-from kvobs.state.quarantine import FOR_GOOD, NEVER_NS, IsolationState, Quarantine, State
+from kvobs.state.quarantine import FOR_GOOD, NEVER_NS, IsolationState, Quarantine
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 GIVE_UP_NS = 10 * 10**9
+
+_OPEN: frozenset[str] = frozenset()
+_CAN_WAIT = frozenset({"take_events", "get_kv_connector_stats", "has_pending_block_frees"})
+"""Hooks of each step whose answer is as good later: a slow connector's are left out."""
+_OF_STEPS = _CAN_WAIT | {"build_connector_meta", "update_connector_output", "has_pending_push_work"}
+"""Those that are left out once a slow connector has nothing under way."""
 
 
 class Isolation:
@@ -45,6 +53,8 @@ class Isolation:
         # Live requests that were looked up -> whether blocks were allocated with the connector's knowledge.
         self._asked: dict[int, dict[str, bool]] = {index: {} for index in self._children}
         self._tried = dict.fromkeys(self._children, 0)  # requests looked up since the last probation began
+        self._has_loaded: set[int] = set()  # connectors of which a load was admitted
+        self._unmade: dict[int, list[str]] = {}  # requests whose allocation call raised in this step
         self._visibility = visibility
         self._ledger = ledger
         self._observer = observer
@@ -116,8 +126,8 @@ class Isolation:
         for asked in self._asked.values():
             asked.pop(request_id, None)
 
-    def begin_step(self) -> None:
-        """Apply all state changes that are due."""
+    def begin_step(self, finished: Collection[str]) -> None:
+        """Apply all state changes that are due before a step, which reports these requests as finished."""
         if not self._states:
             return
         now = wall_ns()
@@ -126,36 +136,74 @@ class Isolation:
             self._give_up(before, index, now)
             if self.is_out(index) and all(index != other for _, other in self._reviews):
                 self._reviews.append((now, index))  # saves promised during the quarantine
-        for index in self._states:
+        for index, state in self._states.items():
             self._look(index)
+            gate = self._children[index].gate
+            assert gate is not None
+            gate.closed = _OPEN if not state.is_slow else _OF_STEPS if self._is_quiet(index, finished) else _CAN_WAIT
+
+    def _is_quiet(self, index: int, finished: Collection[str]) -> bool:
+        """Return whether a connector has nothing under way: no transfer, and no request that it knows.
+
+        Until then it must see each step: it may be saving blocks, of which it must know when they get another content.
+        """
+        transfers, hidden = self._ledger.in_flight[index], self._visibility[index].hidden
+        is_idle = not transfers["load"] and not transfers["save"]
+        return is_idle and hidden.issuperset(finished) and hidden.issuperset(self._ledger)
+
+    def built(self, index: int, metadata: object) -> None:
+        """Fail the loads whose allocation call raised, unless the metadata built afterwards orders them all the same.
+
+        To report its end, a worker must know the request's id.
+        """
+        for request_id in self._unmade.pop(index, ()):
+            load = self._ledger.load(request_id)
+            if load is not None and load.child == index and metadata is not None and not _names(metadata, request_id):
+                self._ledger.fail(request_id, wall_ns())
+
+    def load_ended(self, index: int, opened_ns: int, *, failed: bool) -> None:
+        """Note the end of a load: a good one ends the connector's probation."""
+        if index in self._states:
+            self._has_loaded.add(index)
+            if not failed:
+                self._succeed(index, opened_ns)
+
+    def saved(self, index: int, promised_ns: int) -> None:
+        """Note a promised save that has ended well; it ends the probation of a connector that never loads."""
+        if index in self._states and index not in self._has_loaded:
+            self._succeed(index, promised_ns)
+
+    def _succeed(self, index: int, began_ns: int) -> None:
+        if self._states[index].succeed(began_ns):
+            text = "probation of connector %r is over, by a good transfer: %d requests were looked up in it"
+            log.info(text, self._children[index].name, self._tried[index])
 
     def _look(self, index: int) -> bool:
         """Enable a connector again if its back-off is over; return whether it is enabled."""
         state, now = self._states[index], wall_ns()
-        change = state.look(now)
-        if change is State.PROBATION:
+        if state.look(now):
             self._tried[index] = 0
             self._reviews.append((now, index))
             self._observer.readmitted(index)
             text = "connector %r is enabled again on probation: it receives the requests that arrive from now on"
             log.info(text, self._children[index].name)
-        elif change is State.FIT:
-            text = "probation of connector %r is over without a failure: %d requests were looked up in it"
-            log.info(text, self._children[index].name, self._tried[index])
         return not state.is_out
 
-    def _failed(self, index: int, hook: str, args: tuple[Any, ...], error: Exception) -> None:
+    def _failed(self, index: int, hook: str, args: tuple[Any, ...], error: BaseException, slow_ns: int) -> None:
         cadence = HOOKS[hook].cadence
         is_new = True
         if cadence is Cadence.REQUEST and args:
             # A consequence of an earlier failure is not a new one.
             is_new = self._visibility[index].saves(args[0].request_id)
             self._visibility[index].withhold(args[0].request_id, taints=True)
+            if hook == "update_state_after_alloc":
+                self._unmade.setdefault(index, []).append(args[0].request_id)
         elif cadence is Cadence.STEP:
             self._withhold_all(index)
-        if is_new:
+        if is_new or slow_ns:
             epoch = FOR_GOOD if ends_for_good(hook) else None
-            self._fail(index, f"in {hook}: {type(error).__name__}: {line(error)}", epoch)
+            after = f" after {slow_ns / 1e9:.3g} s" if slow_ns else ""
+            self._fail(index, f"in {hook}{after}: {type(error).__name__}: {line(error)}", epoch, slow_ns=slow_ns)
 
     def _was_slow(self, index: int, hook: str, spent_ns: int) -> None:
         self._fail(index, f"in {hook}, which took {spent_ns / 1e9:.3g} s", slow_ns=spent_ns)
@@ -183,3 +231,13 @@ class Isolation:
                 "failed, the blocks of the saves are released"
             )
             log.warning(text, self._children[index].name, loads, saves, GIVE_UP_NS / 1e9)
+
+
+def _names(metadata: object, request_id: str) -> bool:
+    """Return whether a connector's metadata may contain a request's id."""
+    try:
+        return request_id.encode(errors="surrogatepass") in pickle.dumps(metadata)
+    except BaseException as error:
+        if must_pass(error):
+            raise
+        return True

@@ -5,7 +5,9 @@ All are pickled. The children's parts are identified by position.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+import pickle
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +15,8 @@ from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 
+from kvobs.connectors.endings import must_pass
+from kvobs.log import line, once
 from kvobs.state.cache_layout import Blocks
 from kvobs.state.ledger import Ledger
 from kvobs.state.quarantine import IsolationState
@@ -22,13 +26,60 @@ from kvobs.state.transfers import Report, ReportKind
 class LoadOrder(NamedTuple):
     """A load that vLLM admitted in this step, for the workers.
 
-    ``blocks`` are the ids of the blocks that the load fills, per KV cache group; ``note`` is an annotator's.
+    ``blocks`` are the ids of the blocks that the load fills, per KV cache group; ``note`` is an annotator's. ``hit_by``
+    are isolated children that offered tokens, too: they may load them without having been chosen.
     """
 
     child: int
     is_async: bool
     blocks: Blocks
     note: Any = None
+    hit_by: tuple[int, ...] = ()
+
+
+class Sealed(NamedTuple):
+    """An isolated connector's part of a message, pickled by itself so that it can fail alone; None: it has failed."""
+
+    pickled: bytes | None
+
+
+def sealed(parts: Sequence[Any], isolated: Collection[int]) -> tuple[Any, ...]:
+    """Return the parts with those of isolated children sealed."""
+    return tuple([_seal(i, part) if i in isolated and part is not None else part for i, part in enumerate(parts)])
+
+
+def _seal(child: int, part: Any) -> Sealed:
+    try:
+        return Sealed(pickle.dumps(part, pickle.HIGHEST_PROTOCOL))
+    except BaseException as error:
+        log_lost(child, error)
+        return Sealed(None)
+
+
+def opened(parts: Mapping[int, Any]) -> tuple[dict[int, Any], frozenset[int]]:
+    """Return the parts by child as they were, and the children whose part is lost: instead of it there is None."""
+    left, lost = dict(parts), set[int]()
+    for child, part in parts.items():
+        if not isinstance(part, Sealed):
+            continue
+        left[child] = None
+        if part.pickled is None:
+            lost.add(child)
+            continue
+        try:
+            left[child] = pickle.loads(part.pickled)
+        except BaseException as error:
+            log_lost(child, error)
+            lost.add(child)
+    return left, frozenset(lost)
+
+
+def log_lost(child: int, error: BaseException) -> None:
+    """Log once that an isolated child's part of a message is lost; raise an error that must end the process."""
+    if must_pass(error):
+        raise error
+    text = "a message of the isolated connector at position %d to its other side is lost: %s: %s"
+    once(f"lost:{child}", logging.WARNING, text, child, type(error).__name__, line(error))
 
 
 @dataclass(slots=True)
@@ -92,10 +143,24 @@ class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
     has_forward: bool = True  # whether tokens are scheduled in this step
     note: Any = None  # an annotator's, for the workers' observers
     isolated: Isolated | None = None  # if connectors are isolated, or lookups may stay open
+    lost: frozenset[int] = frozenset()  # isolated children whose metadata could not be pickled, or not be read here
 
     def __init__(self, metadata: tuple[base.KVConnectorMetadata, ...], **others: Any) -> None:
         self.metadata = metadata
         self.__dict__.update(others)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.isolated is None:
+            return self.__dict__
+        return {**self.__dict__, "metadata": sealed(self.metadata, self.isolated.states)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.isolated is not None:
+            parts, lost = opened(dict(enumerate(self.metadata)))
+            self.metadata = tuple(parts.values())
+            if lost:
+                self.lost = lost
 
 
 @dataclass
@@ -105,6 +170,18 @@ class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
     reports: list[Report] = field(default_factory=list)
     broken: frozenset[tuple[int, int]] = frozenset()  # (child, epoch) of isolated children that failed on a worker
     notes: list[Any] = field(default_factory=list)  # of the workers' observers, for the scheduler's
+    isolated: frozenset[int] = frozenset()  # the isolated children
+    lost: frozenset[int] = frozenset()  # those whose own part could not be pickled, read or merged
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "metadata": sealed(self.metadata, self.isolated)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.isolated:
+            parts, lost = opened(dict(enumerate(state["metadata"])))
+            self.metadata = tuple(parts.values())
+            self.lost |= lost
 
     def aggregate(self, other: base.KVConnectorWorkerMetadata) -> MultiKVConnectorWorkerMetadata:
         """Merge two ranks' metadata: the children's by their own rule, reports concatenated."""
@@ -113,13 +190,24 @@ class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
                 f"can't aggregate worker metadata of {len(self.metadata)} connectors with {other!r}: all ranks must "
                 "run the same --kv-transfer-config and the same version of kvobs"
             )
-        pairs = zip(self.metadata, other.metadata, strict=True)
-        merged = tuple(a.aggregate(b) if a is not None and b is not None else b if a is None else a for a, b in pairs)
+        lost = set(self.lost | other.lost)
+        merged: list[Any] = []
+        for i, (mine, theirs) in enumerate(zip(self.metadata, other.metadata, strict=True)):
+            try:
+                merged.append(theirs if mine is None else mine if theirs is None else mine.aggregate(theirs))
+            except BaseException as error:
+                if i not in self.isolated:
+                    raise
+                log_lost(i, error)
+                merged.append(None)
+                lost.add(i)
         return MultiKVConnectorWorkerMetadata(
-            metadata=merged,
+            metadata=tuple(merged),
             reports=self.reports + other.reports,
             broken=self.broken | other.broken,
             notes=self.notes + other.notes,
+            isolated=self.isolated,
+            lost=frozenset(lost),
         )
 
 
@@ -164,31 +252,63 @@ class MultiKVEvents(KVConnectorKVEvents):
     """KV cache events of several children, each in its child's own container.
 
     vLLM's aggregator merges ranks through ``get_all_events``, ``add_events`` and ``increment_workers``. Here an
-    "event" of those calls is a pair (child, container), so that each child's own rule for merging ranks applies.
+    "event" of those calls is a pair (child, container), so that each child's own rule for merging ranks applies. The
+    container of an isolated child that fails is ``lost``: in such a pair it is None.
     """
 
-    def __init__(self, by_child: dict[int, KVConnectorKVEvents]) -> None:
+    def __init__(self, by_child: dict[int, KVConnectorKVEvents], isolated: frozenset[int] = frozenset()) -> None:
         self.by_child = by_child
+        self.isolated = isolated
+        self.lost: set[int] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self.isolated:
+            return self.__dict__
+        parts = {i: _seal(i, part) if i in self.isolated else part for i, part in self.by_child.items()}
+        return {**self.__dict__, "by_child": parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.by_child, lost = opened(self.by_child)
+        for child in lost:
+            self._lose(child)
 
     def get_all_events(self) -> list[Any]:
         """Return (child, container) pairs, for ``add_events`` of another rank's object."""
-        return list(self.by_child.items())
+        return [*self.by_child.items(), *((child, None) for child in self.lost)]
 
     def add_events(self, events: Sequence[Any]) -> None:
         """Merge another rank's (child, container) pairs, and count its workers."""
         for child, container in events:
-            if (mine := self.by_child.get(child)) is None:
+            if container is None or child in self.lost:
+                self._lose(child)
+            elif (mine := self.by_child.get(child)) is None:
                 self.by_child[child] = container
             else:
-                mine.add_events(container.get_all_events())
-                mine.increment_workers(container.get_number_of_workers())
+                self._merge(child, mine, container)
 
     def add_of_same_rank(self, others: MultiKVEvents) -> None:
         """Add the events of another step of the same rank."""
-        for child, container in others.by_child.items():
-            mine = self.by_child.setdefault(child, container)
-            if mine is not container:
-                mine.add_events(container.get_all_events())
+        for child, container in others.get_all_events():
+            if container is None or child in self.lost:
+                self._lose(child)
+            elif (mine := self.by_child.setdefault(child, container)) is not container:
+                self._merge(child, mine, container, is_other_rank=False)
+
+    def _merge(self, child: int, mine: Any, theirs: Any, *, is_other_rank: bool = True) -> None:
+        try:
+            mine.add_events(theirs.get_all_events())
+            if is_other_rank:
+                mine.increment_workers(theirs.get_number_of_workers())
+        except BaseException as error:
+            if child not in self.isolated:
+                raise
+            log_lost(child, error)
+            self._lose(child)
+
+    def _lose(self, child: int) -> None:
+        self.by_child.pop(child, None)
+        self.lost.add(child)
 
     def increment_workers(self, count: int = 1) -> None:
         """Do nothing: ``add_events`` has counted the workers, child by child."""

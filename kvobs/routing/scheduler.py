@@ -22,6 +22,7 @@ from kvobs.routing.metadata import LoadOrder, MultiHandshakeMetadata, MultiKVCon
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import Annotator, Observer, Params
 from kvobs.state.ledger import Ledger
+from kvobs.state.transfers import LookupResult
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -68,6 +69,7 @@ class SchedulerSide:
     def __post_init__(self) -> None:
         self._finished_counts: list[int | None] = [None] * len(self.children)
         self.observer.laid_out(self.facts.layout)
+        self._isolated = frozenset([child.index for child in self.children if child.gate is not None])
 
     # Lookup and allocation
 
@@ -98,7 +100,7 @@ class SchedulerSide:
             self.offers.lift_bans(request_id)
         lookup = self.offers.settle(request_id)
         self.observer.allocated(request, lookup, owner, tokens)
-        self._admit(request, blocks, tokens, lookup.local, owner, is_async=is_async)
+        self._admit(request, blocks, tokens, lookup, owner, is_async=is_async)
         children: Iterable[Child] = self.children
         if self.audience.may_hide:
             children = self.audience.allocate(request, blocks, lookup.local, lookup.left_open)
@@ -106,10 +108,17 @@ class SchedulerSide:
             child.update_state_after_alloc(request, blocks, tokens if child.index == owner else 0)
 
     def _admit(
-        self, request: Request, blocks: KVCacheBlocks, tokens: int, local: int, owner: int | None, *, is_async: bool
+        self,
+        request: Request,
+        blocks: KVCacheBlocks,
+        tokens: int,
+        lookup: LookupResult,
+        owner: int | None,
+        *,
+        is_async: bool,
     ) -> None:
-        """Open and order a load of ``tokens``, if they have an owner, behind ``local`` ones in vLLM's own cache."""
-        layout = self.facts.layout
+        """Open and order a load of ``tokens``, if they have an owner, behind those in vLLM's own cache."""
+        layout, local = self.facts.layout, lookup.local
         filled = layout.loaded(blocks.get_block_ids(), local, tokens) if owner is not None else ()
         load = self.ledger.admit(
             request.request_id,
@@ -125,6 +134,9 @@ class SchedulerSide:
         if load is not None:
             self.observer.admitted(request.request_id, load)
             order = LoadOrder(load.child, load.is_async, load.blocks, self.annotator.of_load(request.request_id))
+            if self._isolated:
+                others = [offer.child for offer in lookup.offers if offer.tokens and offer.child != owner]
+                order = order._replace(hit_by=tuple(self._isolated.intersection(others)))
             self.next_orders.orders.loads[request.request_id] = order
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> Any:
@@ -158,7 +170,7 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
         audience, may_hide = self.audience, self.audience.may_hide
         if may_hide:
-            audience.begin_step()
+            audience.begin_step(scheduler_output)
         orders, has_sync_loads = None, False
         if self.next_orders.made is not None or self.ledger.failures:
             orders = self.next_orders.take(self.ledger)

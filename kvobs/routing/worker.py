@@ -82,6 +82,8 @@ class WorkerSide:
         self._meta: MultiKVConnectorMetadata | None = None
         self._orders = NO_ORDERS
         self._loads: dict[str, LoadOrder] = {}  # open loads, to find the owner of a bad block
+        self._resumed: dict[str, LoadOrder] = {}  # asynchronous loads that have ended before this step
+        self._isolated = frozenset([child.index for child in self.children if child.gate is not None])
         self._returned: set[str] = set()  # those whose receipt was returned to vLLM
         self._orphaned: set[str] = set()  # those whose request has ended
         self._began: dict[tuple[int, str], int] = {}  # (child, request) -> when this rank got the order
@@ -122,6 +124,7 @@ class WorkerSide:
         self.observer.step_begun(meta.note, loads)
         if self.gates is not None:
             self.gates.begin_step(meta)
+            self.gates.lose(meta.lost)
         if orders is not NO_ORDERS:
             self._take(orders)
         for child, part in zip(self.children, meta.metadata, strict=True):
@@ -132,6 +135,8 @@ class WorkerSide:
         for request in orders.closed:
             if (over := self._loads.pop(request, None)) is not None:
                 self._began.pop((over.child, request), None)  # a rank need not report
+                if over.is_async and over.hit_by and request not in self._orphaned:  # whose blocks are others'
+                    self._resumed[request] = over
             self._orphaned.discard(request)
             self._returned.discard(request)
         self._loads.update(orders.loads)
@@ -246,7 +251,9 @@ class WorkerSide:
         if self.gates is not None and self._meta is not None:
             for request, load in self.gates.failed_sync_loads(self._meta):
                 self._failed_syncs.add(request)
-                passed_on |= {block for group in load.blocks for block in group}
+                passed_on |= _blocks_of(load)
+            for _, load in self.gates.overwritten(self._resumed):
+                passed_on |= _blocks_of(load) if self.ids_are_unique else set()
         return passed_on
 
     def _attribute(self, child: Child, bad: set[int]) -> set[int]:
@@ -304,7 +311,7 @@ class WorkerSide:
         for child in self._with_events:
             if (events := child.get_kv_connector_kv_cache_events()) is not None:
                 by_child[child.index] = events
-        return MultiKVEvents(by_child) if by_child else None
+        return MultiKVEvents(by_child, self._isolated) if by_child else None
 
     def build_connector_worker_meta(self) -> MultiKVConnectorWorkerMetadata | None:
         metadata, has_parts = [], False
@@ -318,12 +325,15 @@ class WorkerSide:
             for index, request, has_not_begun in self.gates.failed_loads(self._meta) if self._meta is not None else ():
                 kind = ReportKind.FAILED if has_not_begun else ReportKind.SPOILED
                 self._report(self.children[index], kind, (request,))
+            for request, load in self.gates.spoiled(self._loads):
+                self._report(self.children[load.child], ReportKind.SPOILED, (request,))
             broken = self.gates.take_broken()
         reports, self._reports = self._reports, []
         notes = self.observer.take_notes() if self.observer.wants_reports else []
         if not reports and not broken and not notes and not has_parts:
             return None
-        return MultiKVConnectorWorkerMetadata(metadata=tuple(metadata), reports=reports, broken=broken, notes=notes)
+        parts, isolated = tuple(metadata), self._isolated
+        return MultiKVConnectorWorkerMetadata(parts, reports=reports, broken=broken, notes=notes, isolated=isolated)
 
     def _report_syncs(self) -> None:
         """Report the end of this step's synchronous loads: children do not report it.
@@ -349,6 +359,7 @@ class WorkerSide:
 
     def clear_connector_metadata(self) -> None:
         self._meta, self._orders = None, NO_ORDERS
+        self._resumed.clear()
         for child in self.children:
             child.clear_connector_metadata()
         self.observer.step_ended()
@@ -409,6 +420,10 @@ def agreed(values: Sequence[Any]) -> Any:
         entries = {key: value for each in values for key, value in each.items()}
         return {k: v for k, v in entries.items() if all(each.get(k, v) == v for each in values)}
     return first if all(other == first for other in others) else type(first)()
+
+
+def _blocks_of(load: LoadOrder) -> set[int]:
+    return {block for group in load.blocks for block in group}
 
 
 def _size(load: LoadOrder) -> int:

@@ -6,7 +6,7 @@ or was never made; and everything after a failure of a hook that is called only 
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,8 @@ class WorkerGates:
         self._broken: set[tuple[int, int]] = set()
         self._loads: dict[int, list[LoadOrder]] = {}  # of this step
         self._raised: set[int] = set()  # connectors whose start_load_kv raised in this step
+        self._unread: set[int] = set()  # connectors whose bad blocks of this step are unknown
+        self._lost: Collection[int] = ()  # connectors whose metadata of this step is lost
         self._unreported: dict[int, set[str]] = {}  # finished requests of steps in which it was not called
         for index, gate in self._gates.items():
             gate.on_failure = partial(self._failed, index, gate)
@@ -52,6 +54,8 @@ class WorkerGates:
         """Enable the hooks for a step, except of connectors without metadata."""
         self._loads = {}
         self._raised.clear()
+        self._unread.clear()
+        self._lost = meta.lost
         for _, load in _loads(meta):
             self._loads.setdefault(load.child, []).append(load)
         unfilled = {meta.orders.loads[request].child for request in meta.orders.unmade} if meta.orders else ()
@@ -61,6 +65,11 @@ class WorkerGates:
             gate.began = False
             if index not in self._failed_for_good:
                 gate.closed = _STEP if meta.metadata[index] is None else _SAVING if index in unfilled else _OPEN
+
+    def lose(self, lost: Iterable[int]) -> None:
+        """Note connectors whose metadata could not be pickled, or not be read on this rank."""
+        for index in lost:
+            self._gates[index].fail("bind_connector_metadata", TypeError("its metadata can't be pickled or read"))
 
     def failed_loads(self, meta: MultiKVConnectorMetadata) -> list[tuple[int, str, bool]]:
         """Return the failed asynchronous loads of this step: child, request, whether it can't have begun.
@@ -73,18 +82,40 @@ class WorkerGates:
             for request, load in _loads(meta)
             if load.is_async
             and load.child in self._gates
-            and meta.metadata[load.child] is not None
+            and (meta.metadata[load.child] is not None or load.child in self._lost)
             and not self._has_begun(load.child)
         ]
 
     def failed_sync_loads(self, meta: MultiKVConnectorMetadata) -> list[tuple[str, LoadOrder]]:
-        """Return the synchronous loads of this step whose connector failed while it loaded, or at the allocation."""
+        """Return the synchronous loads of this step that have failed.
+
+        Their connector failed while it loaded, at the allocation, or when it was asked for bad blocks; or another one
+        that had offered the tokens failed while it may have been loading them.
+        """
         return [
             (request, load)
             for request, load in _loads(meta)
             if not load.is_async
-            and load.child in self._gates
-            and (self._gates[load.child].closed or not self._has_begun(load.child))
+            and (
+                load.child in self._unread
+                or not self._raised.isdisjoint(load.hit_by)
+                or (load.child in self._gates and (self._gates[load.child].closed or not self._has_begun(load.child)))
+            )
+        ]
+
+    def overwritten(self, loads: Mapping[str, LoadOrder]) -> list[tuple[str, LoadOrder]]:
+        """Return the loads into whose blocks a connector that failed in this step may have written."""
+        return [(r, load) for r, load in loads.items() if not self._raised.isdisjoint(load.hit_by)]
+
+    def spoiled(self, loads: Mapping[str, LoadOrder]) -> list[tuple[str, LoadOrder]]:
+        """Return the open asynchronous loads with unknown blocks: overwritten ones, or of a connector not read."""
+        if not self._raised and not self._unread:
+            return []
+        unread = [(request, load) for request, load in loads.items() if load.child in self._unread]
+        return [
+            (request, load)
+            for request, load in {**dict(self.overwritten(loads)), **dict(unread)}.items()
+            if load.is_async
         ]
 
     def finished(self, index: int, finished: set[str]) -> set[str]:
@@ -115,12 +146,16 @@ class WorkerGates:
         self._failed_for_good.add(index)
         self._broken.add((index, FOR_GOOD))
 
-    def _failed(self, index: int, gate: Gate, hook: str, _args: tuple[Any, ...], error: Exception) -> None:
+    def _failed(
+        self, index: int, gate: Gate, hook: str, _args: tuple[Any, ...], error: BaseException, _slow_ns: int
+    ) -> None:
         if ends_for_good(hook):
             self._fail_for_good(index, gate)
         else:
             if hook == "start_load_kv":
                 self._raised.add(index)
+            if hook == "get_block_ids_with_load_errors":
+                self._unread.add(index)
             if hook == "bind_connector_metadata":
                 gate.closed = _STEP
             elif hook in _LOADING and any(not load.is_async for load in self._loads.get(index, ())):

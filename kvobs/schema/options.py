@@ -161,7 +161,8 @@ class Options(_Strict):
     isolate: tuple[StrictStr, ...] = Field(
         default=(),
         description="names best-effort connectors: one that fails goes into quarantine (it gets no new requests "
-        "for a while) instead of ending the engine. Needs `kv_load_failure_policy` `recompute` at the top level. "
+        "for a while) instead of ending the engine. A request whose load it may have begun waits up to 10 s, then it "
+        "is looked up in the others, or computed. Needs `kv_load_failure_policy` `recompute` at the top level. "
         "Their synchronous loads are used only if no other connector saves",
     )
     isolate_slow_ms: Positive = Field(

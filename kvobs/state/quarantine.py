@@ -2,7 +2,7 @@
 
 A pure state machine on the scheduler's side, one for each isolated connector. A back-off lasts one second, doubled each
 time the following probation fails, up to a minute; after a slow call at least eight times the call's duration, so that
-slow probations take little of the time. A probation lasts as long as the back-off before it.
+slow probations take little of the time. Only a transfer that ends well ends a probation: time proves nothing.
 """
 
 from enum import StrEnum
@@ -43,7 +43,8 @@ class Quarantine:
         self.epoch = 0
         self.by_slowness = False
         self._length_ns = FIRST_NS // 2
-        self._ends_ns = 0
+        self._ends_ns = 0  # of the back-off, after which the probation begins
+        self._probation_ns = 0  # the begin of the last probation
 
     @property
     def is_out(self) -> bool:
@@ -80,14 +81,21 @@ class Quarantine:
         self._ends_ns = now_ns + self._length_ns
         return True
 
-    def look(self, now_ns: int) -> State | None:
-        """Apply a state change that is due; return the new state, or None if nothing changes."""
-        if now_ns < self._ends_ns or self.state is State.FIT:
-            return None
-        if self.is_out:
-            self.state = State.PROBATION
-            self._ends_ns = now_ns + self._length_ns
-        else:
-            self.state = State.FIT
-            self._length_ns = FIRST_NS // 2
-        return self.state
+    def look(self, now_ns: int) -> bool:
+        """Begin the probation if the back-off is over; return whether it begins."""
+        if not self.is_out or now_ns < self._ends_ns:
+            return False
+        self.state = State.PROBATION
+        self._probation_ns = now_ns
+        return True
+
+    def succeed(self, began_ns: int) -> bool:
+        """End the probation, since a transfer that began at this time has ended well; return whether it ends.
+
+        One that began before the probation proves nothing.
+        """
+        if self.state is not State.PROBATION or began_ns < self._probation_ns:
+            return False
+        self.state = State.FIT
+        self._length_ns = FIRST_NS // 2
+        return True

@@ -63,12 +63,6 @@ def transfer_results() -> Any:
     return getattr(base, "KVConnectorTransferResults", None)
 
 
-def no_results() -> dict[str, Callable[[], Any]]:
-    """Return, by hook, the empty answers that only newer versions have."""
-    results = transfer_results()
-    return {} if results is None else {"get_transfer_results": results}
-
-
 def further_results() -> tuple[str, ...]:
     """Return the fields of transfer results that the router passes on without reading them."""
     results = transfer_results()
@@ -148,6 +142,15 @@ def stats_reader() -> Callable[[Any], dict[str, Any]]:
         return {"value": stats}
 
     return as_dict
+
+
+def hit_sources() -> frozenset[str]:
+    """Return the tiers by which vLLM counts the tokens of external hits, since 0.32; before, none."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return frozenset()
+    return frozenset(CacheHitSource)
 
 
 # The front end

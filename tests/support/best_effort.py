@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from kvobs.schema.signals import CALL_ERRORS
+from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.testing import Script
 from tests.support.observed import KV, SYNC, Clocked, S
 from tests.support.rig import child_config
@@ -29,11 +31,12 @@ class Isolating(Clocked):
         best: Script,
         other: Script,
         *,
+        best_class: str = "BestEffortConnector",
         other_class: str = "ScriptedConnector",
         lag: int = 0,
         **more: Any,
     ) -> None:
-        connectors = [child_config(best, "BestEffortConnector"), child_config(other, other_class)]
+        connectors = [child_config(best, best_class), child_config(other, other_class)]
         super().__init__(patch, connectors, {"names": ["best", "other"], "isolate": ["best"], **more}, ranks=2, lag=lag)
         self.side = self.rig.connector._side
 
@@ -55,6 +58,14 @@ class Isolating(Clocked):
     @property
     def is_out(self) -> bool:
         return bool(self.side.audience.isolation.is_out(0))
+
+    def failures(self) -> int:
+        """Return how many failed calls and answers of the isolated connector have been counted, on all ranks."""
+        kept = [each._telemetry._recorders.recorder._opened for each in (self.rig.connector, *self.rig.workers)]
+        sent = [KvobsStats(data=payload["kvobs"]).increments().opened for payload in self.rig.stats]
+        counted = [(key[:2], n) for each in kept for key, n in each.items()]
+        counted += [((row[0], row[1]), row[-1]) for rows in sent for row in rows]
+        return sum(n for (name, child), n in counted if (name, child) == (CALL_ERRORS.name, 0))
 
     @property
     def epoch(self) -> int:

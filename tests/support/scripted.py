@@ -39,6 +39,36 @@ class BestEffortConnector(ScriptedConnector):
     vars().update({hook: _noting(hook) for hook in _NOT_NOTED})
 
 
+ODD_HOOKS = (
+    *("get_num_new_matched_tokens", "get_loaded_kv_cache_group_ids", "get_external_cache_hit_sources"),
+    *("build_connector_meta", "request_finished_all_groups", "take_events", "get_kv_connector_stats"),
+    *("has_pending_push_work", "has_pending_block_frees", "register_finished_partial_tail", "reset_cache"),
+    *("get_transfer_results", "get_block_ids_with_load_errors", "get_kv_connector_kv_cache_events"),
+    *("build_connector_worker_meta", "get_handshake_metadata", "get_mem_pool_context", "get_finished_count"),
+)
+"""The hooks in which an ``OddConnector`` can answer anything."""
+
+
+def _odd(name: str) -> Any:
+    def hook(self: Any, *arguments: Any) -> Any:
+        answer = getattr(ScriptedConnector, name)(self, *arguments)
+        if (odd := self.script.answers.get(name, self)) is self or self.rank not in (
+            self.script.raises_on or {self.rank}
+        ):
+            return answer
+        return odd() if callable(odd) else odd
+
+    return hook
+
+
+class OddConnector(ScriptedConnector):
+    """Answers what ``Script.answers`` has for a hook, or what that returns, whatever it is."""
+
+    requires_kv_delivery = False
+
+    vars().update({hook: _odd(hook) for hook in ODD_HOOKS})
+
+
 class FlexKVConnectorV1(ScriptedConnector):
     """Has the name of a connector of vLLM that reports the load only of a request that ended in it."""
 

@@ -13,9 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     supports_hma,
 )
 
+from kvobs.connectors.answers import answer_of
 from kvobs.connectors.child import Child, Unbuilt, count_events
 from kvobs.connectors.configured import read_specs
-from kvobs.connectors.gate import NOTHING
 from kvobs.probe.recorder import SUM, Recorder
 from kvobs.schema.signals import KV_EVENTS, SAVE_TOKENS, is_timed, locate, place, slot
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
@@ -72,7 +72,9 @@ def test_unbuilt_connector_answers_as_a_failed_call_does(hook: str) -> None:
     """And as vLLM's base class, for hooks that it need not implement."""
     call = getattr(unbuilt(KVConnectorRole.WORKER), hook)
     required = [each for each in inspect.signature(call).parameters.values() if each.kind is not each.VAR_KEYWORD]
-    assert call(*[None] * len(required)) == NOTHING.get(hook, lambda: None)()
+    _, read, nothing = answer_of(hook)
+    answer = call(*[None] * len(required))
+    assert (answer if read is None else read(answer, ())) == nothing()
 
 
 def test_unbuilt_connectors_capabilities_do_not_weigh() -> None:

@@ -1,5 +1,6 @@
 """Children are found by their classes, built and named; mistakes name the child and the JSON path."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvobs
 from kvobs.connector import get_kv_connector_cache_layout
+from kvobs.connectors.child import Unbuilt
 from kvobs.connectors.configured import _fix_of_import, read_specs
+from kvobs.connectors.specs import ChildSpec
 from kvobs.schema.config import ConfigError
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from tests.support.contexts import no_otel_variables, request
 from tests.support.rig import child_config
+from tests.support.scripted import OddConnector
 
 
 def config_of(*connectors: dict[str, Any], **kvobs_options: Any) -> Any:
@@ -101,3 +105,66 @@ def test_children_see_the_context(propagates: bool, endpoint: str | None, monkey
     connector = build(config)
     connector.on_new_request(request("r"))
     assert seen == [propagates and endpoint is not None]
+
+
+@pytest.mark.parametrize("error", ["OSError('libcuda.so.1')", "RuntimeError()", "ValueError('numpy')", "SystemExit(1)"])
+@pytest.mark.parametrize("is_isolated", [True, False])
+def test_a_module_whose_import_raises_is_survived_if_isolated(
+    error: str, is_isolated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raising_module.py").write_text(f"raise {error}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    connectors = [
+        {**child_config(Script("a")), "kv_connector_module_path": "raising_module"},
+        child_config(Script("b")),
+    ]
+    options = {"names": ["a", "b"], "isolate": ["a"] * is_isolated}
+    if is_isolated:
+        assert [spec.connector_class.__name__ for spec in config_specs(connectors, options)] == [
+            "Unbuilt",
+            "ScriptedConnector",
+        ]
+    else:
+        with pytest.raises(ConfigError, match="whose class can't be imported"):
+            config_specs(connectors, options)
+
+
+def config_specs(connectors: list[dict[str, Any]], options: dict[str, Any]) -> tuple[ChildSpec, ...]:
+    return read_specs(transfer_config("kvobs", connectors, options))
+
+
+@pytest.mark.parametrize(
+    "odd", [{"kv_connector": "NoSuchClass"}, {"kv_connector": "NoSuch", "kv_connector_module_path": None}]
+)
+def test_a_class_that_is_misspelt_ends_the_start_isolated_or_not(odd: dict[str, Any]) -> None:
+    connectors = [child_config(Script("a")) | odd, child_config(Script("b"))]
+    with pytest.raises(ConfigError, match="NoSuch"):
+        config_specs(connectors, {"names": ["a", "b"], "isolate": ["a"]})
+
+
+class Raising(BaseException):
+    """As the panic of a library in Rust."""
+
+
+@pytest.mark.parametrize("answer", [Raising(), LookupError(), 7])
+def test_an_isolated_connectors_class_may_fail_when_it_is_asked(
+    answer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(cls: type, *_: Any) -> Any:
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    for hook in ("get_required_kvcache_layout", "requires_piecewise_for_cudagraph"):
+        monkeypatch.setattr(OddConnector, hook, classmethod(ask))
+    connectors = [child_config(Script("a"), "OddConnector"), child_config(Script("b"))]
+    isolating, other = (config_of(*connectors, names=["a", "b"], isolate=names) for names in (["a"], []))
+    of, extra = kvobs.MultiConnector, "kv_connector_extra_config"
+    assert of.get_required_kvcache_layout(isolating) is None
+    assert "connector 'a' fails in get_required_kvcache_layout" in caplog.text
+    assert of.requires_piecewise_for_cudagraph(getattr(isolating.kv_transfer_config, extra)) is True
+    first, _ = build(isolating)._connectors
+    assert type(first) is Unbuilt, "with any layout it would save and load something else"
+    if answer != 7:
+        with pytest.raises(type(answer)):
+            of.get_required_kvcache_layout(other)

@@ -1,21 +1,24 @@
 """What an isolated child raises goes no further, whatever the hook; vLLM gets an answer that it takes for nothing."""
 
+import signal
+from asyncio import CancelledError
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvobs.connectors.gate import AT_ANY_TIME, NOTHING, READ, Gate, ends_for_good
+from kvobs.connectors.answers import ANSWERS, MalformedAnswerError, answer_of
+from kvobs.connectors.gate import AT_ANY_TIME, Gate, ends_for_good
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 IN_STEP = {name for name, hook in HOOKS.items() if hook.cadence in (Cadence.REQUEST, Cadence.STEP)}
 
 
-def gate(**nothing: Any) -> tuple[Gate, list[tuple[str, tuple[Any, ...], Exception]]]:
-    made, failures = Gate(0, Recorder(1), **nothing), []
+def gate() -> tuple[Gate, list[Any]]:
+    made, failures = Gate(0, Recorder(1)), list[Any]()
     made.on_failure = lambda *failure: failures.append(failure)
     return made, failures
 
@@ -24,33 +27,28 @@ def raising(*_args: Any, **_kwargs: Any) -> None:
     raise OSError("no store")
 
 
-def test_the_tables_name_hooks() -> None:
-    assert {*NOTHING, *READ, *AT_ANY_TIME} <= set(HOOKS)
-
-
-@pytest.mark.parametrize("hook", NOTHING)
-def test_nothing_has_no_part_that_is_something(hook: str) -> None:
-    answer = NOTHING[hook]()
-    assert answer is not None
-    assert not any(answer if isinstance(answer, tuple) else (answer,))
+def test_the_table_names_hooks() -> None:
+    assert {*ANSWERS, *AT_ANY_TIME} <= set(HOOKS)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_answer_passes_and_an_exception_does_not(hook: str) -> None:
     made, failures = gate()
-    assert made.guard(hook, lambda *args, **kwargs: (*args, kwargs))(1, two=2) == (1, {"two": 2})
-    assert made.guard(hook, raising)("r") == (NOTHING[hook]() if hook in NOTHING else None)
-    ((where, args, error),) = failures
-    assert (where, args, type(error)) == (hook, ("r",), OSError)
+    good = answer_of(hook).nothing()
+    assert made.guard(hook, lambda *_, **__: good)(1, two=2) == good
+    assert made.guard(hook, raising)("r") == good
+    ((where, args, error, slow_ns),) = failures
+    assert (where, args, type(error), slow_ns) == (hook, ("r",), OSError, 0)
 
 
-@pytest.mark.parametrize("hook", READ)
-@pytest.mark.parametrize("answer", [None, 3, (1,), (1, True, 2), ("many", True)])
-def test_an_answer_that_the_router_cannot_read_is_a_failure(hook: str, answer: object) -> None:
+def test_a_malformed_answer_is_a_counted_failure_with_its_text() -> None:
     made, failures = gate()
-    is_read = isinstance(answer, tuple) and len(answer) == 2 and hook != "get_num_new_matched_tokens"
-    assert made.guard(hook, lambda *_: answer)("r") == (answer if is_read else NOTHING[hook]())
-    assert [where for where, *_ in failures] == [hook] * (not is_read)
+    assert made.guard("get_num_new_matched_tokens", lambda *_: (float("inf"), True))("r", 0) == (0, False)
+    ((hook, args, error, _),) = failures
+    assert (hook, args, type(error)) == ("get_num_new_matched_tokens", ("r", 0), MalformedAnswerError)
+    assert str(error).startswith("answered (inf, True); allowed: None, or how many tokens")
+    (counted,) = made._recorder.take().opened
+    assert counted == [signals.CALL_ERRORS.name, 0, "get_num_new_matched_tokens", "MalformedAnswerError", 1]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -58,16 +56,16 @@ def test_only_closed_hooks_are_not_called_and_that_is_no_failure(hook: str) -> N
     made, failures = gate()
     calls: list[Any] = []
 
-    def called(argument: str) -> tuple[None, None]:
+    def called(argument: str) -> Any:
         calls.append(argument)
-        return None, None
+        return answer_of(hook).nothing()
 
     guarded = made.guard(hook, called)
     made.closed = frozenset(HOOKS) - {hook}
     guarded("r")
     assert calls == ["r"]
     made.closed = frozenset({hook})
-    assert guarded("r") == (NOTHING[hook]() if hook in NOTHING else None)
+    assert guarded("r") == answer_of(hook).nothing()
     assert calls == ["r"]
     assert failures == []
 
@@ -83,14 +81,14 @@ def test_a_call_within_a_step_that_takes_long_is_reported_once_it_is_over(
     slow: list[tuple[str, int]] = []
     made.slow_ns, made.on_slow = 1000, lambda *call: slow.append(call)
 
-    def takes(ns: int) -> tuple[int, bool]:
+    def takes(ns: int) -> Any:
         now[0] += ns
-        return 3, True
+        return answer_of(hook).nothing()
 
     guarded = made.guard(hook, takes)
-    assert guarded(1000) == (3, True)
+    guarded(1000)
     assert slow == []
-    assert guarded(1001) == (3, True), "it counts all the same"
+    assert guarded(1001) == answer_of(hook).nothing()
     assert slow == ([(hook, 1001)] if hook in IN_STEP else [])
     assert failures == []
 
@@ -105,8 +103,8 @@ def test_a_call_that_raises_late_is_slow(paused_ns: int, spent_ns: int | None, m
     slow: list[tuple[str, int]] = []
     made.slow_ns, made.on_slow = 1, lambda *call: slow.append(call)
     assert made.guard("get_num_new_matched_tokens", raising)("r") == (0, False)
-    assert len(failures) == 1
-    assert slow == ([("get_num_new_matched_tokens", spent_ns)] if spent_ns is not None else [])
+    assert [slow_ns for *_, slow_ns in failures] == [spent_ns or 0]
+    assert slow == [], "the failure has it all"
 
 
 def test_answers_of_nothing_are_not_shared() -> None:
@@ -116,20 +114,43 @@ def test_answers_of_nothing_are_not_shared() -> None:
     assert ask() == set()
 
 
-def test_no_results_are_this_vllms() -> None:
-    made, _ = gate(**versions.no_results())
-    assert made.guard("get_transfer_results", raising)(set()) == KVConnectorTransferResults()
+class PanicException(BaseException):
+    """As that of pyo3, which derives from BaseException."""
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_exception_that_ends_the_process_passes(error: type[BaseException]) -> None:
-    def end() -> None:
+@pytest.mark.parametrize("error", [PanicException, CancelledError, GeneratorExit, SystemExit])
+@pytest.mark.parametrize("hook", ["wait_for_save", "save_kv_layer", "take_events"])
+def test_what_a_library_raises_is_contained_whatever_it_is(error: type[BaseException], hook: str) -> None:
+    def raises() -> None:
         raise error
 
     made, failures = gate()
-    with pytest.raises(error):
-        made.guard("wait_for_save", end)()
+    guard = made.guard_layer if hook == "save_kv_layer" else made.guard
+    assert guard(hook, raises)() == answer_of(hook).nothing()
+    assert [type(error) for _, _, error, _ in failures] == [error]
+
+
+def test_ctrl_c_passes() -> None:
+    made, failures = gate()
+    with pytest.raises(KeyboardInterrupt):
+        made.guard("wait_for_save", Mock(side_effect=KeyboardInterrupt))()
     assert failures == []
+
+
+def test_sigterm_that_comes_in_a_call_passes() -> None:
+    """vLLM's worker makes one SystemExit of it, which must not be lost."""
+
+    def handler(*_: object) -> None:
+        raise SystemExit
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        made, failures = gate()
+        with pytest.raises(SystemExit):
+            made.guard("wait_for_save", partial(signal.raise_signal, signal.SIGTERM))()
+        assert failures == []
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_load_has_begun_when_the_call_came_back() -> None:

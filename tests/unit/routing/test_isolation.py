@@ -215,7 +215,7 @@ def test_open_transfers_are_given_up_at_each_of_several_failures(engine: Isolati
         a.raises["take_events"] = FAILURE
         engine.step()
         a.raises.clear()
-        engine.step(4, seconds=1.5)  # out, on trial, fit
+        engine.step(4, seconds=1.5)  # out, and on probation
     assert engine.epoch == 2
     engine.step(seconds=GIVE_UP_NS / S - 12 + 4)
     assert counted(engine.rig, "kvobs_saves_total", 0, "abandoned") == 1
@@ -229,7 +229,7 @@ def test_recovered_connectors_promises_are_not_given_up(engine: Isolating, a: Sc
     a.raises["take_events"] = FAILURE
     engine.step()
     a.raises.clear()
-    engine.step(4, seconds=1.5)  # out, on trial, fit
+    engine.step(4, seconds=1.5)  # out, and on probation
     engine.step(seconds=GIVE_UP_NS / S - 2)
     a.promises.add("after")
     engine.rig.add("after", max_tokens=1)

@@ -172,3 +172,105 @@ def test_another_child_that_can_not_be_built_ends_start(monkeypatch: pytest.Monk
     with pytest.raises(ConnectionError, match="store is gone"):
         Isolating(monkeypatch, a, b)
     assert len(a.called("shutdown")) == 1
+
+
+def test_the_start_logs_who_is_isolated_and_how_long_a_request_may_wait(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        Isolating(monkeypatch, a, b)
+    assert "isolated: best. One that fails goes into quarantine; a request whose load it may have begun" in caplog.text
+    assert "waits up to 10 s" in caplog.text
+
+
+class OfAnother:
+    """An engine in which an isolated connector had a hit, and another one loads; then the former raises half-way."""
+
+    def __init__(self, a: Script, b: Script, answer: Any) -> None:
+        connectors = [child_config(a), child_config(b, "BestEffortConnector")]
+        self.rig = Rig("kvobs", connectors=connectors, kvobs={"names": ["disk", "best"], "isolate": ["best"]}, ranks=2)
+        a.offers["r"] = [answer, (0, False)]
+        a.offers["theirs"] = answer
+        b.offers["r"] = (BLOCK, True)
+        self.request = self.rig.add("r", max_tokens=3)
+        self.rig.add("theirs", max_tokens=3)
+
+    def end(self) -> None:
+        self.rig.run(6)
+        assert list(self.request.output_token_ids) == [7, 7, 7]
+        assert counted(self.rig, "kvobs_quarantines_total", 1) == 1
+        assert_nothing_is_left(self.rig)
+
+    def outcomes(self, mode: str) -> tuple[int, ...]:
+        return tuple(counted(self.rig, "kvobs_loads_total", 0, mode, outcome) for outcome in ("ok", "failed"))
+
+
+def test_a_synchronous_load_that_an_isolated_connector_may_have_overwritten_fails(a: Script, b: Script) -> None:
+    engine = OfAnother(a, b, SYNC)
+    b.raises["start_load_kv"] = FAILURE
+    engine.rig.step()
+    assert engine.rig.output is not None
+    blocks = {request: ids for request, _, (ids,) in a.called("update_state_after_alloc")}
+    assert engine.rig.output.invalid_block_ids == set(blocks["r"][:2]), "of the other request it knew nothing"
+    assert engine.request.num_computed_tokens == 0
+    b.raises.clear()
+    engine.end()
+    assert engine.outcomes("sync") == (1, 1)
+
+
+@pytest.mark.parametrize("is_same_step", [True, False])
+def test_an_asynchronous_load_that_it_may_have_overwritten_fails(is_same_step: bool, a: Script, b: Script) -> None:
+    """Also one that began before, and is still under way."""
+    engine = OfAnother(a, b, KV)
+    if not is_same_step:
+        engine.rig.run(2)
+    b.raises["start_load_kv"] = FAILURE
+    engine.rig.step()
+    b.raises.clear()
+    for rank in (0, 1):
+        a.say(rank, received="r theirs")
+    engine.end()
+    assert engine.outcomes("async") == (1, 1)
+
+
+def test_a_load_that_it_may_have_overwritten_as_the_request_resumes_is_recomputed(a: Script, b: Script) -> None:
+    """Connectors load what is scheduled for the first time: here after another one's load."""
+    engine = OfAnother(a, b, KV)
+    engine.rig.run(2)
+    for rank in (0, 1):
+        a.say(rank, received="r theirs")
+    engine.rig.step()
+    b.raises["start_load_kv"] = FAILURE
+    engine.rig.step()
+    assert engine.rig.output is not None
+    blocks = {request: ids for request, tokens, (ids,) in a.called("update_state_after_alloc") if tokens}
+    assert engine.rig.output.invalid_block_ids == set(blocks["r"][:2])
+    assert engine.request.num_computed_tokens == 0
+    b.raises.clear()
+    engine.end()
+
+
+def test_a_hit_without_a_load_costs_nothing(a: Script, b: Script) -> None:
+    """The forward computes these tokens after the connector has raised."""
+    engine = OfAnother(a, b, (0, False))
+    b.offers["r"] = SYNC
+    b.raises["start_load_kv"] = FAILURE
+    engine.rig.step()
+    assert engine.rig.output is not None
+    assert engine.rig.output.invalid_block_ids == set()
+    b.raises.clear()
+    engine.end()
+
+
+def test_bad_blocks_that_can_not_be_read_fail_the_load(engine: Isolating, a: Script) -> None:
+    """They may be any of its blocks, and the receipt comes all the same."""
+    a.offers["r"] = [KV, (0, False)]
+    engine.rig.add("r", max_tokens=2)
+    engine.step(2)
+    engine.say(a, received="r")
+    a.raises["get_block_ids_with_load_errors"], a.raises_on = FAILURE, {1}
+    engine.step()
+    a.raises.clear()
+    engine.run_to_end("r")
+    assert counted(engine.rig, "kvobs_loads_total", 0, "async", "failed") == 1
+    assert_nothing_is_left(engine.rig)

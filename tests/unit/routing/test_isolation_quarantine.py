@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.testing import BLOCK, Script
+from kvobs.testing import BLOCK, Script, ScriptedConnector
 from tests.support.best_effort import FAILURE, KV, OF_SCHEDULER, OF_WORKER, Isolating, S
 from tests.support.rig import assert_nothing_is_left, counted
 
@@ -82,9 +82,13 @@ def test_quarantined_connector_comes_back_by_itself_and_logs_it(
         a.raises.clear()
         engine.step(seconds=1.1)
         assert "connector 'best' is enabled again on probation" in caplog.text
+        a.offers["s"] = KV
         engine.rig.add("s", max_tokens=2)
-        engine.step(3, seconds=1)
-        assert "probation of connector 'best' is over without a failure: 1 requests were looked up in it" in caplog.text
+        engine.step(3, seconds=1000)
+        assert "probation of connector 'best' is over" not in caplog.text, "time proves nothing"
+        engine.say(a, received="s")
+        engine.run_to_end("s")
+        assert "probation of connector 'best' is over, by a good transfer: 1 requests were looked up" in caplog.text
     assert a.called("reset_cache") == []
 
 
@@ -250,3 +254,142 @@ def test_slowness_is_an_option(monkeypatch: pytest.MonkeyPatch, a: Script, b: Sc
     engine.rig.add("r", max_tokens=2)
     engine.run_to_end("r")
     assert not engine.is_out
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_slow_call_that_raises_is_out_as_long_as_one_that_answers(
+    engine: Isolating, a: Script, slow: dict[str, float], raises: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The usual dead store: a timeout. Trials would take most of the time if each back-off were one second."""
+    slow["get_num_new_matched_tokens"] = 5
+    if raises:
+        a.raises["get_num_new_matched_tokens"] = TimeoutError("no answer")
+    engine.rig.add("r", max_tokens=2)
+    engine.run_to_end("r")
+    engine.step(seconds=39)
+    assert engine.is_out
+    engine.step(seconds=2)
+    assert not engine.is_out
+    if raises:
+        assert "failed in get_num_new_matched_tokens after 5 s: TimeoutError: no answer" in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["build_connector_meta", "update_connector_output", "take_events"])
+def test_a_slow_hook_of_each_step_is_left_out(
+    engine: Isolating, a: Script, b: Script, slow: dict[str, float], hook: str
+) -> None:
+    """Until the requests that it knows have ended it must see the steps: it may be saving their blocks."""
+    a.promises.add("known")
+    engine.rig.add("known", max_tokens=4)
+    engine.step(2)
+    slow[hook] = 2
+    engine.step()
+    assert engine.is_out
+    calls = len(a.called(hook))
+    engine.step(3)
+    can_wait = hook == "take_events"
+    assert len(a.called(hook)) == calls + 3 * (not can_wait)
+    engine.step(3)
+    assert engine.rig.status("known") == "FINISHED_LENGTH_CAPPED"
+    assert len(a.called(hook)) == calls + 6 * (not can_wait), "its save is under way"
+    engine.say(a, saved="known")
+    engine.run_to_end("known")
+    engine.rig.add("hidden", max_tokens=12)
+    engine.step(2)
+    calls, theirs = len(a.calls), len(b.called(hook))
+    engine.step(4)
+    assert a.calls[calls:] == [], "nothing is under way, and it knows nothing"
+    assert len(b.called(hook)) == theirs + 4
+    slow.clear()
+    engine.run_to_end("hidden")
+    engine.step(2, seconds=20)
+    engine.rig.add("after", max_tokens=2)
+    engine.run_to_end("after")
+    engine.step()
+    assert a.called("request_finished") == ["known", "after"]
+    assert set().union(*a.called("get_transfer_results")) == {"known", "after"}
+    assert_nothing_is_left(engine.rig)
+
+
+def test_probation_lasts_until_a_load_succeeds(engine: Isolating, a: Script) -> None:
+    """Clients wait for the load that failed, and nothing is tried meanwhile."""
+    lengths = []
+    for attempt in range(5):
+        name = f"load-{attempt}"
+        a.offers[name] = [KV, (0, False)]
+        a.raises["update_state_after_alloc"] = FAILURE
+        engine.rig.add(name, max_tokens=1)
+        engine.run_to_end(name)
+        a.raises.clear()
+        lengths.append(engine.side.audience.isolation._states[0].length_ns / S)
+        engine.step(2, seconds=100)
+        assert not engine.is_out
+    assert lengths == [1, 2, 4, 8, 16]
+    a.offers["good"] = KV
+    engine.rig.add("good", max_tokens=1)
+    engine.step(2)
+    engine.say(a, received="good")
+    engine.run_to_end("good")
+    a.raises["take_events"] = FAILURE
+    engine.step()
+    assert engine.side.audience.isolation._states[0].length_ns == S
+
+
+@pytest.mark.parametrize("has_loaded", [True, False])
+def test_a_good_save_ends_probation_of_a_connector_that_never_loads(
+    engine: Isolating, a: Script, has_loaded: bool
+) -> None:
+    if has_loaded:
+        a.offers["load"] = KV
+        engine.rig.add("load", max_tokens=1)
+        engine.step(2)
+        engine.say(a, received="load")
+        engine.run_to_end("load")
+    for name in ("first", "second"):
+        a.raises["take_events"] = FAILURE
+        engine.step()
+        a.raises.clear()
+        engine.step(seconds=3)
+        a.promises.add(name)
+        engine.rig.add(name, max_tokens=1)
+        engine.step(3)
+        engine.say(a, saved=name)
+        engine.run_to_end(name)
+    assert engine.side.audience.isolation._states[0].length_ns == (2 * S if has_loaded else S // 2)
+
+
+def test_a_load_whose_allocation_call_raised_fails_at_once(engine: Isolating, a: Script, b: Script) -> None:
+    """No worker has its order: the other connector, which has the same tokens, loads it."""
+    a.offers["request-1"], b.offers["request-1"] = KV, KV
+    a.raises["update_state_after_alloc"] = FAILURE
+    engine.rig.add("request-1", max_tokens=1)
+    engine.step(3)
+    assert counted(engine.rig, "kvobs_loads_total", 0, "async", "failed") == 1
+    engine.step()
+    engine.say(b, received="request-1")
+    engine.run_to_end("request-1")
+    assert counted(engine.rig, "kvobs_loads_total", 1, "async", "ok") == 1
+    assert_nothing_is_left(engine.rig)
+
+
+def test_a_load_that_is_ordered_all_the_same_is_waited_for(
+    engine: Isolating, a: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had kept the order when it raised: a worker may be writing into these blocks."""
+    build = ScriptedConnector.build_connector_meta
+
+    def naming(self: Any, scheduler_output: Any) -> Any:
+        meta: Any = build(self, scheduler_output)
+        meta.tag = ["request-1"]
+        return meta
+
+    monkeypatch.setattr(ScriptedConnector, "build_connector_meta", naming)
+    engine = Isolating(monkeypatch, a, Script("b"))
+    a.offers["request-1"] = [KV, (0, False)]
+    a.raises["update_state_after_alloc"] = FAILURE
+    engine.rig.add("request-1", max_tokens=1)
+    engine.step(5)
+    a.raises.clear()
+    assert engine.rig.status("request-1") == "WAITING_FOR_REMOTE_KVS"
+    engine.say(a, received="request-1")
+    engine.run_to_end("request-1")

@@ -1,12 +1,14 @@
 """What travels between scheduler and workers survives the hop and merges rank by rank."""
 
 import pickle
+import threading
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 
 from kvobs.routing.metadata import (
+    Isolated,
     LoadOrder,
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
@@ -14,6 +16,7 @@ from kvobs.routing.metadata import (
     Orders,
     checked,
 )
+from kvobs.state.quarantine import IsolationState
 from kvobs.state.transfers import Report, ReportKind
 from tests.support.scripted import Events, Tally
 
@@ -97,3 +100,84 @@ def test_events_of_ranks_merge_by_each_childs_own_rule() -> None:
     merged.clear_events()
     assert [events.get_all_events() for events in merged.by_child.values()] == [[], []]
     assert MultiKVEvents({}).get_number_of_workers() == 0
+
+
+LOCK = threading.Lock()  # can't be pickled
+
+
+class Clashing(Tally):
+    """Can't be merged."""
+
+    def aggregate(self, other: Any) -> Any:
+        raise ArithmeticError
+
+
+def isolating(*parts: Any) -> MultiKVConnectorMetadata:
+    states = {0: IsolationState(0, is_out=False)}
+    return MultiKVConnectorMetadata(metadata=parts, isolated=Isolated(states, {}))
+
+
+def test_an_isolated_childs_part_is_lost_alone() -> None:
+    sent: Any = sent_over(isolating(LOCK, Tally(1)))
+    assert (sent.metadata[0], sent.metadata[1].n, sent.lost) == (None, 1, {0})
+    whole: Any = sent_over(isolating(Tally(2), None))
+    assert (whole.metadata[0].n, whole.metadata[1], whole.lost) == (2, None, frozenset())
+    with pytest.raises(TypeError, match="pickle"):
+        sent_over(isolating(Tally(1), LOCK))
+
+
+def sent_over(message: Any) -> Any:
+    return pickle.loads(pickle.dumps(message))
+
+
+@pytest.mark.parametrize("is_lost_before", [True, False])
+def test_an_isolated_childs_worker_metadata_is_lost_alone(is_lost_before: bool) -> None:
+    def of(mine: Any, theirs: int) -> MultiKVConnectorWorkerMetadata:
+        parts = (mine, Tally(theirs))
+        return MultiKVConnectorWorkerMetadata(parts, isolated=frozenset({0}))
+
+    first: Any = of(LOCK if is_lost_before else Clashing(1), 1)
+    merged: Any = sent_over(first).aggregate(sent_over(of(Clashing(1), 2)))
+    assert (merged.metadata[1].n, merged.lost) == (3, {0})
+    assert is_lost_before or merged.metadata[0] is None
+
+
+def test_another_childs_worker_metadata_ends_the_merge_as_in_vllm() -> None:
+    parts = (Tally(1), Clashing(1))
+    one, two = (MultiKVConnectorWorkerMetadata(parts, isolated=frozenset({0})) for _ in range(2))
+    with pytest.raises(ArithmeticError):
+        one.aggregate(two)
+
+
+class ClashingEvents(Events):
+    def add_events(self, events: Any) -> None:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("add", ["add_events", "add_of_same_rank"])
+def test_an_isolated_childs_events_are_lost_alone(add: str) -> None:
+    def of() -> MultiKVEvents:
+        made: Any = {0: ClashingEvents("a"), 1: Events("b")}
+        return sent_over(MultiKVEvents(made, frozenset({0})))
+
+    one, two = of(), of()
+    for _ in range(2):  # once lost, it stays so
+        getattr(one, add)(two.get_all_events() if add == "add_events" else two)
+    left: Any = one.by_child
+    assert (one.lost, list(left), left[1].events) == ({0}, [1], ["b", "b", "b"])
+    assert one.get_all_events()[-1] == (0, None)
+    further = of()
+    further.add_events(one.get_all_events())
+    assert further.lost == {0}
+
+
+def test_another_childs_events_end_the_merge_as_in_vllm() -> None:
+    made: Any = [MultiKVEvents({0: ClashingEvents("a")}, frozenset({1})) for _ in range(2)]  # type: ignore[dict-item]
+    with pytest.raises(ArithmeticError):
+        made[0].add_events(made[1].get_all_events())
+
+
+def test_an_event_container_that_can_not_be_pickled_is_lost() -> None:
+    made: Any = MultiKVEvents({0: LOCK, 1: Events("b")}, frozenset({0}))  # type: ignore[dict-item]
+    sent = sent_over(made)
+    assert (sent.lost, list(sent.by_child)) == ({0}, [1])

@@ -9,19 +9,22 @@ from kvobs.state.quarantine import FIRST_NS, FOR_GOOD, LONGEST_NS, NEVER_NS, Qua
 S = 10**9
 
 
-def test_failing_again_on_trial_doubles_and_being_fit_forgets() -> None:
+def test_failing_again_on_probation_doubles_and_success_forgets() -> None:
     child, now, lengths = Quarantine(), 0, []
     for _ in range(9):
         assert child.fail(now)
         lengths.append(child.length_ns)
-        assert child.look(now + child.length_ns - 1) is None
+        assert not child.look(now + child.length_ns - 1)
         now += child.length_ns
-        assert child.look(now) is State.PROBATION
+        assert child.look(now)
+        assert child.state is State.PROBATION
     assert lengths == [S, 2 * S, 4 * S, 8 * S, 16 * S, 32 * S, *[LONGEST_NS] * 3]
-    assert child.look(now + LONGEST_NS - 1) is None
-    assert child.look(now + LONGEST_NS) is State.FIT
-    assert child.look(10**6 * S) is None
-    child.fail(now + LONGEST_NS)
+    assert not child.look(10**6 * S), "time proves nothing"
+    assert not child.succeed(now - 1), "it began before"
+    assert child.succeed(now)
+    assert child.state is State.FIT
+    assert not child.succeed(now)
+    child.fail(now)
     assert (child.length_ns, type(child.length_ns)) == (FIRST_NS, int)
 
 
@@ -31,7 +34,7 @@ def test_failure_in_quarantine_does_not_make_it_longer() -> None:
     child.fail(0)
     assert not child.fail(S // 2)
     assert (child.epoch, child.length_ns) == (1, S)
-    assert child.look(S) is State.PROBATION
+    assert child.look(S)
 
 
 def test_slowness_is_that_of_the_last_quarantine() -> None:
@@ -60,34 +63,45 @@ def test_for_good_is_for_good() -> None:
     assert not child.fail(1, epoch=FOR_GOOD)
     assert not child.fail(1)
     assert child.length_ns == NEVER_NS
-    assert child.look(10**9 * S) is None
+    assert not child.look(10**9 * S)
+    assert not child.succeed(10**9 * S)
     out = Quarantine()
     out.fail(0)
     assert out.fail(1, epoch=FOR_GOOD), "worse than it was"
-    assert out.look(10**9 * S) is None
+    assert not out.look(10**9 * S)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["fail", "look"]), st.booleans(), st.integers(0, 3 * S)), max_size=60))
-def test_whatever_happens_it_is_out_for_its_time_and_never_longer(events: list[tuple[str, bool, int]]) -> None:
-    child, now, out_since = Quarantine(), 0, 0
+EVENTS = st.tuples(st.sampled_from(["fail", "look", "succeed"]), st.integers(0, 3 * S), st.integers(0, 3 * S))
+
+
+@given(st.lists(EVENTS, max_size=60))
+def test_whatever_happens_it_is_as_a_reader_would_count(events: list[tuple[str, int, int]]) -> None:
+    """Against a model that keeps the whole story: failures in a row, when the last one was, what has begun since."""
+    child, now, failures = Quarantine(), 0, 0
+    ends, probation, longest = 0, 0, 0
     epochs = 0
-    for event, by_slowness, passes in events:
+    for event, value, passes in events:
         now += passes
-        was_out = child.is_out
+        before = child.state
         if event == "fail":
-            assert child.fail(now, slow_ns=int(by_slowness)) is not was_out
-            if not was_out:
-                out_since = now
+            slow_ns = value * (value % 2)
+            assert child.fail(now, slow_ns=slow_ns) is (before is not State.OUT)
+            if before is not State.OUT:
                 epochs += 1
-            assert child.is_slow >= by_slowness
+                failures += 1
+                longest = min(max(2 * longest if failures > 1 else FIRST_NS, 8 * slow_ns), LONGEST_NS)
+                ends = now + longest
+            assert child.is_slow >= (slow_ns > 0)
+            assert child.state is State.OUT
+        elif event == "look":
+            assert child.look(now) is (before is State.OUT and now >= ends)
+            probation = now if child.state is not before else probation
         else:
-            change = child.look(now)
-            if was_out:
-                assert (change is State.PROBATION) is (now >= out_since + child.length_ns)
-                assert child.is_out is (change is None)
+            assert child.succeed(now - value) is (before is State.PROBATION and now - value >= probation)
+            failures = 0 if child.state is not before else failures
         assert child.epoch == epochs
         assert child.is_slow <= child.is_out
-        assert FIRST_NS // 2 <= child.length_ns <= LONGEST_NS
+        assert child.length_ns == (longest if failures else FIRST_NS // 2)
         assert type(child.length_ns) is int
 
 
@@ -96,7 +110,7 @@ def test_a_slow_calls_back_off_is_a_multiple_of_what_it_took() -> None:
     child = Quarantine()
     assert child.fail(0, slow_ns=int(4.4 * S))
     assert child.length_ns == int(8 * 4.4 * S)
-    assert child.look(child.length_ns) is State.PROBATION
+    assert child.look(child.length_ns)
     assert child.fail(child.length_ns, slow_ns=int(4.4 * S))
     assert child.length_ns == LONGEST_NS
     quick = Quarantine()

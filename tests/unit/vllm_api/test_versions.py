@@ -40,10 +40,9 @@ def test_this_vllm_has_what_the_tables_say() -> None:
 
 
 def test_before_030_there_are_no_transfer_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert versions.no_results() == {"get_transfer_results": KVConnectorTransferResults}
+    assert versions.transfer_results() is KVConnectorTransferResults
     monkeypatch.delattr(base, "KVConnectorTransferResults")
     assert versions.transfer_results() is None
-    assert versions.no_results() == {}
     assert versions.further_results() == ()
 
 
