@@ -41,6 +41,7 @@ class Process:
 
     def __init__(self, engine: str, page: Page) -> None:
         self.engine, self.page = engine, page
+        self.serves = page.serves  # of its engine, if the scheduler runs on this machine
         self.calls, self.raised, self.records = page.calls(), page.raised(), page.records()
         # When the last call ended; 0 if none has.
         self.last_ns = max((record.begin_ns + record.spent_ns for record in self.records), default=0)
@@ -55,6 +56,13 @@ class Process:
     @property
     def name(self) -> str:
         return f"{place_of(self.page.rank)}, pid {self.page.pid}"
+
+    @property
+    def engine_name(self) -> str:
+        """Return the engine's model and port, with its id, by which the command takes it."""
+        port = f", port {self.serves['port']}" if self.serves.get("port") else ""
+        model = self.serves.get("model")
+        return f"{printable(str(model))}{port} ({self.engine})" if model else self.engine
 
     @property
     def window_ns(self) -> int:
@@ -78,6 +86,8 @@ class Process:
     def as_dict(self) -> dict[str, Any]:
         return {
             "engine": self.engine,
+            "model": self.serves.get("model"),
+            "port": self.serves.get("port"),
             "pid": self.page.pid,
             "rank": self.page.rank,
             "state": self.state,
@@ -139,8 +149,8 @@ def timeline(
         typer.echo(json.dumps([process.as_dict() for process in processes]))
         return
     console = Console(highlight=False, markup=False)
-    for engine, group in groupby(processes, lambda process: process.engine):
-        console.print(f"engine {engine}\n", style="bold")
+    for engine, group in groupby(processes, lambda process: process.engine_name):
+        console.print(f"engine {engine}\n", style="bold", soft_wrap=True)
         for process in group:
             for part in _lay_out(process, ROWS_AT_MOST if wanted != str(process.page.pid) else None):
                 console.print(part, soft_wrap=isinstance(part, str))
@@ -158,6 +168,9 @@ def _read() -> list[Process]:
             continue  # it has just ended well
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             warn(f"{path} is left out: {getattr(error, 'strerror', None) or error}")
+    serves = {process.engine: process.serves for process in found if process.serves}
+    for process in found:
+        process.serves = serves.get(process.engine, {})
     return sorted(found, key=lambda process: (process.engine, _order(process.page.rank), process.page.pid))
 
 
@@ -195,7 +208,7 @@ def _events(process: Process, zero_ns: int) -> Iterator[dict[str, Any]]:
 
     The calls of a layer hook in a step are one slice, which ends with the last of them.
     """
-    pid, name = process.page.pid, f"{process.name}, engine {process.engine}"
+    pid, name = process.page.pid, f"{process.name}, engine {process.engine_name}"
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": _order(process.page.rank)}}
     rows: dict[str, int] = {}
@@ -245,7 +258,7 @@ def _of(call: Call) -> str:
 def _table(rows: Iterable[Sums]) -> Table:
     table = Table(box=None, padding=(0, 0, 0, 2), header_style="bold")
     table.add_column("connector", overflow="fold")
-    table.add_column("hook", overflow="fold")
+    table.add_column("hook", no_wrap=True)
     for head in ("calls", "in all", "slowest", "failed"):
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:

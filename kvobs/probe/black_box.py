@@ -22,7 +22,7 @@ import sys
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
@@ -37,8 +37,9 @@ from kvobs.log import once
 from kvobs.probe import ring, ring_files
 from kvobs.probe.pauses import OF_PROCESS
 from kvobs.schema.signals import TABLE_DIGEST, place
+from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Cadence
-from kvobs.vllm_api.proc import start_time
+from kvobs.vllm_api.proc import served_port, start_time
 
 SCHEDULER = "scheduler"
 SUFFIX = ".page"
@@ -104,7 +105,7 @@ class BlackBox:
     """Writes the page of one process: a worker of this rank, or the scheduler's (None).
 
     The exceptions of the connectors at the positions ``contained`` are contained. ``memory`` is of zeros; None: memory
-    that nobody else sees. ``remove`` removes the page.
+    that nobody else sees. ``remove`` removes the page. ``serves`` is what the scheduler's page says of its engine.
 
     ``words`` are the page's, from ``ring`` on those of the last calls.
     """
@@ -116,8 +117,10 @@ class BlackBox:
         contained: Collection[int] = (),
         memory: mmap.mmap | None = None,
         remove: Callable[[], None] | None = None,
+        *,
+        serves: Mapping[str, Any] | None = None,
     ) -> None:
-        about = _about(names, rank)
+        about = _about(names, rank, serves)
         memory = memory if memory is not None else mmap.mmap(-1, _size(about, names))
         self._names, self.rank, self._contained = names, rank, contained
         self.words = _words(memory, about, names)
@@ -205,10 +208,11 @@ def begin(vllm_config: Any, names: Sequence[str], rank: int | None, contained: C
     Where there can't be one the reason is logged: then nobody sees this process's calls.
     """
     memory = remove = None
+    serves = _serves(vllm_config) if rank is None else None
     with ring_files.reported("calls in progress can't be shown: %s. Serving is not affected"):
         place = f"{Identity.of(vllm_config).pages()}-{file_place_of(rank)}"
-        memory, remove = ring_files.create(folder(), place, _size(_about(names, rank), names), SUFFIX)
-    box = BlackBox(names, rank, contained, memory, remove)
+        memory, remove = ring_files.create(folder(), place, _size(_about(names, rank, serves), names), SUFFIX)
+    box = BlackBox(names, rank, contained, memory, remove, serves=serves)
     atexit.register(box.leave)
     look = partial(_look, weakref.ref(box), box.leave)
     thread = Thread(target=OF_PROCESS.watch, args=(look,), name="kvobs-black-box", daemon=True)
@@ -226,9 +230,16 @@ def file_place_of(rank: int | None) -> str:
     return place_of(rank).replace(" ", "")
 
 
-def _about(names: Sequence[str], rank: int | None) -> bytes:
+@faults.contained("record")
+def _serves(vllm_config: Any) -> dict[str, Any]:
+    """Return the model of this engine, and the port of its server if that is known: people know it by these."""
+    return {"model": versions.model_name(vllm_config), "port": served_port(os.getppid())}
+
+
+def _about(names: Sequence[str], rank: int | None, serves: Mapping[str, Any] | None) -> bytes:
     pid = os.getpid()
-    return json.dumps({"pid": pid, "started": start_time(pid), "rank": rank, "connectors": list(names)}).encode()
+    about = {"pid": pid, "started": start_time(pid), "rank": rank, "connectors": list(names), "serves": serves or {}}
+    return json.dumps(about).encode()
 
 
 def _first(about: bytes) -> int:
@@ -298,6 +309,7 @@ class Page:
         self.pid: int = described["pid"]
         self._started: str | None = described["started"]
         self.rank: int | None = described["rank"]
+        self.serves: dict[str, Any] = described.get("serves", {})
         self._names: list[str] = described["connectors"]
         self.words = _words(memory, about, self._names)
         self._ring = self.words[_ring(self._names) :]

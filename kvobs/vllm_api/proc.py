@@ -4,8 +4,10 @@ import os
 import signal
 from contextlib import suppress
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 
+_VLLM_PORT = 8000
 _EXITING = 0x4  # of the kernel's flags of a process
 
 
@@ -34,6 +36,18 @@ def launch(pid: int) -> str:
     with suppress(OSError):
         return blake2b(Path(f"/proc/{pid}/cmdline").read_bytes() + os.uname().nodename.encode()).hexdigest()[:32]
     return ""
+
+
+def served_port(pid: int) -> int | None:
+    """Return the port on a server's command line, vLLM's own if `vllm serve` has none there; None if not known."""
+    with suppress(OSError, ValueError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        for word, following in pairwise(words):
+            if word == "--port" or word.startswith("--port="):
+                return int(following if word == "--port" else word.partition("=")[2])
+        is_default = "serve" in words and not any(word.startswith("--config") for word in words)
+        return _VLLM_PORT if is_default else None
+    return None
 
 
 def run_delay_ns(thread: int) -> int:

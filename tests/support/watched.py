@@ -27,7 +27,8 @@ REMOTE = 1
 
 def config(engine: str) -> Any:
     """Return as much of vLLM's configuration as identifies an engine."""
-    return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine), instance_id="one")
+    model = SimpleNamespace(served_model_name=["tiny"])
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine), instance_id="one", model_config=model)
 
 
 WRITERS: WeakKeyDictionary[BlackBox, Probe] = WeakKeyDictionary()

@@ -51,10 +51,14 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 def test_a_call_that_hangs_is_shown_beside_a_process_that_is_well() -> None:
     with process("e", 1, "hangs") as hanging, process("e", None, "stays after it") as well:
         code, output = run()
+        (name,) = re.findall(r"\((\w+-0)\)", output)
+        by_id = run(name)
         rank, scheduler = described()[::-1]
     assert code == 0
     lines = output.splitlines()
-    assert re.fullmatch(r"engine [0-9a-f]{8}-0", lines[0])
+    assert re.fullmatch(r"engine tiny \([0-9a-f]{8}-0\)", lines[0]), "pytest serves at no port"
+    assert by_id[1].splitlines()[0] == lines[0]
+    assert [(one["model"], one["port"]) for one in (rank, scheduler)] == [("tiny", None)] * 2
     assert lines[2:4] == [f"scheduler, pid {well.pid}: alive", "  is in no call"]
     assert f"rank 1, pid {hanging.pid}: alive" in lines
     assert re.search(r"^  is in start_load_kv of connector 'remote' for \d+ \wm?s, since \d\d:", output, re.MULTILINE)
@@ -118,6 +122,26 @@ def test_a_busy_process_has_less_than_a_minute_and_one_that_waits_the_minute_bef
     assert [process["calls"][0]["calls"] for process in (busy_, waiting_)] == [room, 1]
     assert abs(time.time() - waiting_["last"] - 299) < 60
     assert re.search(r"^  calls of the 19 s until \d\d:.*\n.*\n +cpu +wait_for_save +1,024 ", output, re.MULTILINE)
+
+
+def test_an_engine_has_its_port_and_ranks_alone_their_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(black_box, "served_port", lambda _: 8001)
+    boxes = begin(None), begin(1), black_box.begin(config("f"), NAMES, 2, ())
+    titles = [line for line in run()[1].splitlines() if line.startswith("engine ")]
+    assert len(titles) == 2
+    assert any(re.fullmatch(r"engine tiny, port 8001 \([0-9a-f]{8}-0\)", title) for title in titles)
+    assert any(re.fullmatch(r"engine [0-9a-f]{8}-0", title) for title in titles)
+    assert len(boxes) == 3
+
+
+def test_a_hook_has_one_line_in_eighty_columns() -> None:
+    box, now = begin(), time.perf_counter_ns()
+    for hook in ("get_num_new_matched_tokens", "request_finished"):
+        note(box, 0, hook, now - S, 10**8)
+    lines = CliRunner().invoke(app, ["timeline"], env={"COLUMNS": "80"}).output.splitlines()
+    assert any(
+        re.fullmatch(r" *cpu +get_num_new_matched_tokens +1 +100 ms +100 ms +0", line.rstrip()) for line in lines
+    )
 
 
 def test_a_process_by_its_pid_has_all_rows_and_others_their_first() -> None:

@@ -44,6 +44,21 @@ def test_a_thread_beside_another_process_on_its_core_waits_for_that() -> None:
     assert proc.run_delay_ns(2**30) == 0, "there is none"
 
 
+@pytest.mark.parametrize(
+    ("words", "port"),
+    [("serve m --port 8001", 8001), ("m --port=8002", 8002), ("serve m", 8000), ("serve m --config f.yaml", None),
+     ("m", None), ("serve m --port x", None), ("serve m --port", None)],
+)  # fmt: skip
+def test_a_server_has_the_port_of_its_command_line(words: str, port: int | None) -> None:
+    command = [sys.executable, "-c", "print(flush=True); input()", *words.split()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert proc.served_port(process.pid) == port
+        process.communicate(b"\n")
+    assert proc.served_port(process.pid) is None
+
+
 def test_a_process_that_has_ended_is_an_error() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
