@@ -64,8 +64,8 @@ class Alert:
         """Return an alert from Prometheus's list of its rules."""
         labels = {label: printable(str(value)) for label, value in fired.get("labels", {}).items()}
         since = dt.datetime.fromisoformat(str(fired["activeAt"])).timestamp()
-        own = (labels.get(label, "") for label in ("severity", "connector", "instance"))
-        return cls(name, *own, since)
+        severity, connector, instance = (labels.get(label, "") for label in ("severity", "connector", "instance"))
+        return cls(name, severity, connector, instance, since)
 
     def __str__(self) -> str:
         """Return a line with the labels that it has, by this machine's clock."""
