@@ -14,8 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 import kvobs
-from kvobs.connector import wiring
-from kvobs.export import feed
+from kvobs.export import destinations, feed
 from kvobs.probe.black_box import BlackBox
 from kvobs.schema.signals import TIMED
 from kvobs.telemetry.requests.request_log import RequestLog
@@ -63,7 +62,7 @@ def test_a_place_of_metrics_that_is_not_found_ends_no_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    monkeypatch.setattr(wiring.destinations, "metrics_go_to", lambda *given: 1 / 0)
+    monkeypatch.setattr(destinations, "metrics_go_to", lambda *given: 1 / 0)
     Rig("kvobs", Script("a"))
     (line,) = [r.getMessage() for r in caplog.records if "routes to" in r.getMessage()]
     assert line.endswith("ScriptedConnector (ScriptedConnector); load_policy first")

@@ -362,8 +362,8 @@ def test_process_closes_the_engines_files_and_logs_in_its_format(
 def test_the_end_of_an_exporter_is_sent_to_its_engine(is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engines, channel = socket.socketpair()
     child = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    monkeypatch.setattr(script.os, "_exit", sys.exit)
-    monkeypatch.setattr(script.signal, "signal", Mock())
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(signal, "signal", Mock())
     with engines, channel:
         if not is_read:
             engines.close()
