@@ -12,6 +12,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 from kvobs.connectors.child import Child
+from kvobs.connectors.endings import must_pass
 from kvobs.log import log
 from kvobs.probe.pure import Call
 from kvobs.schema.signals import TIMED
@@ -58,13 +59,15 @@ def _guarded(hook: Hook, children: Sequence[Child]) -> Call:
 
 
 def call_all(name: str, children: Iterable[Child], *args: Any, **kwargs: Any) -> list[Any]:
-    """Call a hook of every child even if one raises; then raise the first error."""
+    """Call a hook of every child even if one raises, but at the end of the process; then raise the first error."""
     answers = []
-    first: Exception | None = None
+    first: BaseException | None = None
     for child in children:
         try:
             answers.append(getattr(child, name)(*args, **kwargs))
-        except Exception as error:
+        except BaseException as error:
+            if must_pass(error):
+                raise
             log.exception("connector %r raised in %s; the other connectors are still called", child.name, name)
             first = first or error
     if first is not None:
@@ -113,7 +116,9 @@ def _contained(child: Child, name: str, call: Call) -> Call:
     def contained(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
-        except Exception:
+        except BaseException as error:
+            if must_pass(error):
+                raise
             log.exception("isolated connector %r raised in %s, which is not a hook of vLLM", child.name, name)
             return None
 

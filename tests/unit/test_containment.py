@@ -172,7 +172,7 @@ def test_the_story_is_the_same_and_passes_each_seam(monkeypatch: pytest.MonkeyPa
     with instrumented(lambda seam, _: passed.add(seam)):
         assert Story(monkeypatch).happen() == expected
     assert {seam for seam in passed if not seam.startswith(OF_THREADS)} == _of_story()
-    assert len(_of_story()) == 95, "a module that moves keeps its seams"
+    assert len(_of_story()) == 98, "a module that moves keeps its seams"
     assert set(seams.find()) >= IN_ENGINE
     assert faults.take() == {}
 

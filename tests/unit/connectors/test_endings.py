@@ -66,7 +66,8 @@ def test_the_exit_of_a_signal_handler_passes(handler: Any, how: Callable[[], Non
 
 
 def test_an_exit_passes_where_a_handler_can_not_be_seen() -> None:
-    signal.signal(signal.SIGUSR1, threading.Lock().acquire)
+    unseen: Any = threading.Lock().acquire  # not written in Python
+    signal.signal(signal.SIGUSR1, unseen)
     assert must_pass(caught(library))
 
 

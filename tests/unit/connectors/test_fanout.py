@@ -107,3 +107,23 @@ def test_a_child_whose_hook_is_empty_is_left_out_and_not_counted() -> None:
     wrapper.wait_for_save()
     assert real.calls == [("wait_for_save", (), {})]
     assert {locate(slot)[2] for slot in counts(recorder)} == {1}
+
+
+class PanicException(BaseException):
+    """As pyo3's, of a library in Rust."""
+
+
+def test_a_panic_of_one_connector_keeps_no_other_from_its_end() -> None:
+    """vLLM's EngineCore contains an Exception only, and ends every connector."""
+    ended: list[str] = []
+
+    def panics() -> None:
+        raise PanicException
+
+    children: Any = [
+        SimpleNamespace(name="a", shutdown=panics),
+        SimpleNamespace(name="b", shutdown=lambda: ended.append("b")),
+    ]
+    with pytest.raises(PanicException):
+        call_all("shutdown", children)
+    assert ended == ["b"]

@@ -16,7 +16,7 @@ from tests.support.contexts import request as named
 from tests.support.rig import assert_nothing_is_left, child_config, counted
 from tests.support.scripted import Events, OddConnector, Stats, Tally
 
-UNPICKLABLE = threading.Lock()
+UNPICKLABLE: Any = threading.Lock()
 PROMPT = 4 * BLOCK + 1
 LOOKUP, RESULTS, FINISHED = "get_num_new_matched_tokens", "get_transfer_results", "request_finished_all_groups"
 
@@ -45,42 +45,46 @@ def results(**odd: Any) -> Any:
     return made
 
 
+def each(*answers: Any) -> tuple[Any, ...]:
+    return answers
+
+
 MALFORMED: list[tuple[str, Any]] = [
-    *[(LOOKUP, answer) for answer in (
+    *[(LOOKUP, answer) for answer in each(
         None, 3, (), (1,), (1, True, 2), ("many", True), (float("inf"), True), (float("nan"), True), (16.5, True),
         (16.0, True), (True, True), (np.True_, False), (np.zeros(2), True), (object(), True), (2 * BLOCK, np.zeros(2)),
         (PROMPT + 1, True), (PROMPT, False), (10**30, True), ([2 * BLOCK], True),
     )],
-    *[("get_loaded_kv_cache_group_ids", answer) for answer in (None, 7, "0", (0.5,), ([0],))],
-    *[("get_external_cache_hit_sources", answer) for answer in (
+    *[("get_loaded_kv_cache_group_ids", answer) for answer in each(None, 7, "0", (0.5,), ([0],))],
+    *[("get_external_cache_hit_sources", answer) for answer in each(
         None, 7, {"tape": 32}, {"disk": "32"}, [("disk", 32)], {"disk": None},
     )],
-    *[(FINISHED, answer) for answer in (
+    *[(FINISHED, answer) for answer in each(
         None, True, (True,), (False, 7), (False, "params"), (False, {1: 2}), (False, {"a": object()}),
         (False, [("a", 1)]), (np.zeros(2), None), (False, {"a": UNPICKLABLE}),
     )],
-    *[("take_events", answer) for answer in (7, np.zeros(2))],
-    *[("has_pending_push_work", answer) for answer in (np.zeros(2),)],
-    *[("build_connector_meta", answer) for answer in (UNPICKLABLE, Unreadable(), lambda: lambda: 0)],
-    *[("get_kv_connector_stats", answer) for answer in (
-        7, {"n": 1}, np.zeros(2), Stats(data={"n": UNPICKLABLE}), Stats(data={"n": object}), Stats(data=UNPICKLABLE),  # type: ignore[arg-type]
+    *[("take_events", answer) for answer in each(7, np.zeros(2))],
+    *[("has_pending_push_work", answer) for answer in each(np.zeros(2),)],
+    *[("build_connector_meta", answer) for answer in each(UNPICKLABLE, Unreadable(), lambda: lambda: 0)],
+    *[("get_kv_connector_stats", answer) for answer in each(
+        7, {"n": 1}, np.zeros(2), Stats(data={"n": UNPICKLABLE}), Stats(data={"n": object}), Stats(data=UNPICKLABLE),
     )],
-    *[(RESULTS, answer) for answer in (
+    *[(RESULTS, answer) for answer in each(
         None, 7, (), (set(), set()), (None, None), {}, results(finished_recving=None), results(finished_sending=7),
         results(failed_recving="load"), results(finished_recving={7}), results(finished_recving=[["load"]]),
     )],
-    *[("get_block_ids_with_load_errors", answer) for answer in (None, 7, "all", {"a"}, [[1]], (1.5,))],
-    *[("get_kv_connector_kv_cache_events", answer) for answer in (UNPICKLABLE, Unreadable())],
-    *[("build_connector_worker_meta", answer) for answer in (
-        UNPICKLABLE, Unreadable(), Tally(UNPICKLABLE),  # type: ignore[arg-type]
+    *[("get_block_ids_with_load_errors", answer) for answer in each(None, 7, "all", {"a"}, [[1]], (1.5,))],
+    *[("get_kv_connector_kv_cache_events", answer) for answer in each(UNPICKLABLE, Unreadable())],
+    *[("build_connector_worker_meta", answer) for answer in each(
+        UNPICKLABLE, Unreadable(), Tally(UNPICKLABLE),
     )],
 ]  # fmt: skip
 """Answers that vLLM can't use: its own router, or vLLM behind it, would end the engine."""
 
 
 UNMERGEABLE: list[tuple[str, Any]] = [
-    *[("get_kv_connector_kv_cache_events", answer) for answer in (7, UnmergeableEvents)],
-    *[("build_connector_worker_meta", answer) for answer in (7, Unmergeable(1))],
+    *[("get_kv_connector_kv_cache_events", answer) for answer in each(7, UnmergeableEvents)],
+    *[("build_connector_worker_meta", answer) for answer in each(7, Unmergeable(1))],
 ]
 """Messages of one rank to the connector's other side, which can't be merged with those of others."""
 
@@ -147,17 +151,17 @@ def test_what_one_rank_alone_says_may_be_anything(odd: Isolating, a: Script, hoo
 
 
 ACCEPTED: list[tuple[str, Any]] = [
-    *[(LOOKUP, answer) for answer in (
+    *[(LOOKUP, answer) for answer in each(
         (0, True), (-3, False), [0, 0], (None, None), (np.int64(0), False), iter((0, False)),
     )],
-    *[(FINISHED, answer) for answer in ((0, None), [False, {}], (None, {"a": {"b": [1, None]}}))],
-    *[(RESULTS, answer) for answer in (
+    *[(FINISHED, answer) for answer in each((0, None), [False, {}], (None, {"a": {"b": [1, None]}}))],
+    *[(RESULTS, answer) for answer in each(
         results(finished_recving=[], finished_sending=(), failed_recving={}), results(finished_recving=frozenset()),
         lambda: results(finished_sending=iter(())),
     )],
-    *[("get_block_ids_with_load_errors", answer) for answer in (frozenset(), {}.keys(), [])],
-    *[("get_finished_count", answer) for answer in (None, 1, np.int64(2))],
-    *[("take_events", answer) for answer in (None, [], iter(()))],
+    *[("get_block_ids_with_load_errors", answer) for answer in each(frozenset(), {}.keys(), [])],
+    *[("get_finished_count", answer) for answer in each(None, 1, np.int64(2))],
+    *[("take_events", answer) for answer in each(None, [], iter(()))],
 ]  # fmt: skip
 
 

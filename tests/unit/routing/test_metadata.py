@@ -172,12 +172,12 @@ def test_an_isolated_childs_events_are_lost_alone(add: str) -> None:
 
 
 def test_another_childs_events_end_the_merge_as_in_vllm() -> None:
-    made: Any = [MultiKVEvents({0: ClashingEvents("a")}, frozenset({1})) for _ in range(2)]  # type: ignore[dict-item]
+    made: Any = [MultiKVEvents({0: ClashingEvents("a")}, frozenset({1})) for _ in range(2)]
     with pytest.raises(ArithmeticError):
         made[0].add_events(made[1].get_all_events())
 
 
 def test_an_event_container_that_can_not_be_pickled_is_lost() -> None:
-    made: Any = MultiKVEvents({0: LOCK, 1: Events("b")}, frozenset({0}))  # type: ignore[dict-item]
+    made: Any = MultiKVEvents({0: LOCK, 1: Events("b")}, frozenset({0}))
     sent = sent_over(made)
     assert (sent.lost, list(sent.by_child)) == ({0}, [1])
