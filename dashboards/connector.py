@@ -7,12 +7,13 @@ from dashboards.connector_details import details
 from dashboards.engines import engines
 from dashboards.frame import Board, Section
 from dashboards.gains import gains
-from dashboards.panels import About, Panel, Query, distribution, lines, of_connector
+from dashboards.panels import About, Panel, Query, distribution, lines, of_connector, p99_and_mean
 from dashboards.questions import SELECTION
 from dashboards.reuse import reuse
 from dashboards.scheduling import scheduling
 from dashboards.tables import Column, rows
 from kvobs.schema import signals
+from kvobs.schema.signals import Signal
 
 
 def connector() -> Board:
@@ -35,8 +36,16 @@ def connector() -> Board:
             Section(
                 "Saturation: transfers in progress, waits, holds",
                 [
-                    (8, [(8, _in_flight()), (8, _age()), (8, _stalls())]),
-                    (8, [(8, _saves()), (8, _hold()), (8, _delay())]),
+                    (8, [(8, _in_flight()), (8, _age()), (8, _delay())]),
+                    (
+                        8,
+                        [
+                            (6, _stalls("loads", signals.LOAD_STALL, "Time a step's forward waited for loads")),
+                            (6, _stalls("saves", signals.SAVE_STALL, "Time a step spent in saves")),
+                            (6, _saves()),
+                            (6, _hold()),
+                        ],
+                    ),
                 ],
             ),
             gains(),
@@ -141,13 +150,13 @@ def _durations() -> Panel:
 
 def _quantiles() -> Panel:
     return lines(
-        "Load duration by mode (p50, p95, p99)",
+        "Load duration by mode (p50, p95, p99; dashed: mean)",
         About(
-            "p50, p95 and p99 of successful loads, by connector and mode.",
+            "p50, p95 and p99 of successful loads, and their mean (dashed), by connector and mode.",
             "A p99 far above the p50: some loads are much slower, see ranks and traces.",
             "Compare with other connectors, and with time to first token on the Overview.",
-            "Values are interpolated within a histogram bucket: small steps mean nothing. The modes measure different "
-            "durations: async from allocation to the last rank's receipt, sync a part of the step.",
+            "A percentile is the middle of its bucket, within 10 %: it moves in steps of 19 %. The modes measure "
+            "different durations: async from allocation to the last rank's receipt, sync a part of the step.",
         ),
         *(
             Query(
@@ -156,6 +165,12 @@ def _quantiles() -> Panel:
                 color,
             )
             for (name, color), q in zip(looks.BY_QUANTILE.items(), (0.5, 0.95, 0.99), strict=True)
+        ),
+        Query(
+            SELECTION.mean(signals.LOAD_DURATION, "connector", "mode"),
+            "{{connector}} {{mode}} mean",
+            looks.VLLM,
+            dashed=True,
         ),
         unit="s",
         exemplars=True,
@@ -222,17 +237,17 @@ def _age() -> Panel:
     )
 
 
-def _stalls() -> Panel:
+def _stalls(what: str, signal: Signal, of_steps: str) -> Panel:
     return lines(
-        "Steps blocked by loads and saves (p99)",
+        f"Steps blocked by {what} (p99; dashed: mean)",
         About(
-            "Time a step's forward waited for loads, and time it spent in saves (dashed).",
+            f"{of_steps}: p99 and mean (dashed).",
             "All requests of that step wait, including those that load nothing.",
             "A connector that blocks steps should be fast, or load asynchronously.",
-            "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait.",
+            "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait. A p99 is "
+            "interpolated within a bucket, a factor of two wide from 1 to 67 ms, else four. The mean is exact.",
         ),
-        of_connector(SELECTION.quantile(0.99, signals.LOAD_STALL, "connector"), "loads"),
-        of_connector(SELECTION.quantile(0.99, signals.SAVE_STALL, "connector"), "saves", dashed=True),
+        *p99_and_mean(SELECTION, signal),
         unit="s",
     )
 
@@ -255,14 +270,14 @@ def _saves() -> Panel:
 
 def _hold() -> Panel:
     return lines(
-        "Hold: time blocks are held for saves (p99)",
+        "Hold: time blocks are held for saves (p99; dashed: mean)",
         About(
             "Time from a request's end to the completion of its promised save.",
             "During this time other requests cannot use its blocks.",
             "Long holds while the KV cache is full: this connector costs capacity.",
             "It includes the time the blocks wait to be fetched, not only the transfer itself.",
         ),
-        of_connector(SELECTION.quantile(0.99, signals.SAVE_HOLD, "connector")),
+        *p99_and_mean(SELECTION, signals.SAVE_HOLD),
         unit="s",
         exemplars=True,
     )

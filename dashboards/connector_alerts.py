@@ -336,7 +336,8 @@ CONNECTORS = (
         summary="Loads from a KV connector are slow.",
         description="Most {{ $labels.mode }} loads from {connector}, or one in a hundred for ten minutes, take about "
         "{{ $value | humanizeDuration }} or longer "
-        "(thresholds: __slow_load_s__ s, and __slow_load_s_per_1k_tokens__ s per 1000 tokens of an average load). "
+        '(thresholds: {{ printf "%.3g" __slow_load_s__ }} s, and __slow_load_s_per_1k_tokens__ s per 1000 tokens of an '
+        "average load). "
         "Requests wait that long for their first token.",
     ),
     Alert(

@@ -85,8 +85,8 @@ def classic(of: Board) -> str:
     content = json.loads(json.dumps(built, cls=JSONEncoder))
     for shown in (*content["links"], *content["annotations"]["list"]):
         del shown["placement"]  # the SDK knows only the menu, where nobody looks
-    # Indented by one: as a ConfigMap the largest board must fit `kubectl apply`'s annotation of 256 KiB.
-    return json.dumps(content, sort_keys=True, indent=1) + "\n"
+    # Not indented: as a ConfigMap the largest board must fit `kubectl apply`'s annotation of 256 KiB.
+    return json.dumps(content, sort_keys=True, indent=0) + "\n"
 
 
 def panel_id(title: str) -> int:

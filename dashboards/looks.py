@@ -47,8 +47,9 @@ PLAIN = thresholds(first=OTHER)
 
 # Where there is an alert, a board changes its colour at the alert's threshold; only the alert waits before it fires.
 FAILING_SHARE = thresholds((1e-9, WARNING), (verdicts.FAILING.limits["failing_share"], BAD))
-LOAD_SECONDS = thresholds((verdicts.SLOW.limits["load_p99"], WARNING), (5, BAD))  # slow_load_ms is 1000
-STALL_SECONDS = thresholds((0.05, WARNING), (0.25, BAD))
+# Limits of percentiles are bounds of their histograms. slow_load_ms is 1000.
+LOAD_SECONDS = thresholds((verdicts.SLOW.limits["load_p99"], WARNING), (4, BAD))
+STALL_SECONDS = thresholds((2**26 / 1e9, WARNING), (2**28 / 1e9, BAD))
 SCHEDULER_SHARE = thresholds((verdicts.BLOCKING.limits["scheduler_share"], WARNING), (0.5, BAD))
 AGE_SECONDS = thresholds((10, WARNING), (60, BAD))  # stuck_after_s is 60
 HANG_SECONDS = thresholds((verdicts.HANGS.limits["call"], BAD))

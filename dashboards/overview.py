@@ -9,7 +9,7 @@ from dashboards import frame, looks, questions
 from dashboards.engines import engines, firing_alerts
 from dashboards.frame import Board, Section
 from dashboards.gains import net_gain
-from dashboards.panels import About, Panel, Query, lines, number, of_connector
+from dashboards.panels import About, Panel, Query, lines, number, of_connector, p99_and_mean
 from dashboards.promql import worst
 from dashboards.questions import SELECTION, by_connector, by_engine, worst_engine
 from dashboards.reuse import curve
@@ -116,7 +116,8 @@ def _worst() -> list[Panel]:
             "Load p99",
             About(
                 "The p99 of load durations, of the connector and engine with the highest.",
-                "Amber from 1 s, red from 5 s. The value is interpolated within a histogram bucket.",
+                "Amber from 1 s, red from 4 s. The value is the middle of its bucket, within 10 %; the mean is in the "
+                "tables.",
                 "Compare with time to first token below; open Slow loads for traces of single loads.",
                 "A slow load does not delay a request that is waiting for another reason anyway.",
             ),
@@ -178,7 +179,7 @@ def _effects() -> list[Panel]:
             About(
                 "Time that model steps are blocked by synchronous loads: p99, of the connector and "
                 "engine with the highest.",
-                "All requests of that step wait, not only the one that loads. Amber from 50 ms.",
+                "All requests of that step wait, not only the one that loads. Amber from 67 ms.",
                 "Put that connector after a faster one, or load asynchronously.",
                 "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait.",
             ),
@@ -233,6 +234,7 @@ def _connectors() -> Panel:
                 "s",
                 looks.LOAD_SECONDS,
             ),
+            Column("Load mean", worst_engine(SELECTION.mean(signals.LOAD_DURATION, *by_engine)), "s"),
             Column(
                 "Scheduler time",
                 worst_engine(questions.scheduler_share(*by_engine)),
@@ -273,14 +275,14 @@ def _failing() -> Panel:
 
 def _slow() -> Panel:
     return lines(
-        "Load duration by connector (p99)",
+        "Load duration by connector (p99; dashed: mean)",
         About(
-            "The p99 of load durations, by connector.",
+            "The p99 and the mean (dashed) of load durations, by connector.",
             "One line rises alone: that connector. All lines rise together: the machine or the network.",
             "Open Slow loads for traces of such loads.",
             "Synchronous and asynchronous loads are measured differently: see the connector's board.",
         ),
-        of_connector(SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_connector)),
+        *p99_and_mean(SELECTION, signals.LOAD_DURATION),
         unit="s",
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dashboards import looks, questions
+from dashboards.promql import Selection
 from dashboards.sdk import (
     Builder,
     board,
@@ -21,6 +22,7 @@ from dashboards.sdk import (
     statetimeline,
     timeseries,
 )
+from kvobs.schema.signals import Signal
 
 Panel = Builder[model.Panel]
 
@@ -62,6 +64,12 @@ class Query:
 def of_connector(expr: str, what: str = "", *, dashed: bool = False) -> Query:
     """Return a query with a series for each connector, in that connector's colour on every board."""
     return Query(questions.with_index(expr), f"{CONNECTOR_LEGEND} {what}".strip(), dashed=dashed)
+
+
+def p99_and_mean(of: Selection, signal: Signal) -> tuple[Query, Query]:
+    """Return the p99 of durations and, dashed, their mean, by connector."""
+    p99 = of_connector(of.quantile(0.99, signal, "connector"), "p99")
+    return p99, of_connector(of.mean(signal, "connector"), "mean", dashed=True)
 
 
 def _target(query: Query, index: int) -> prometheus.Dataquery:

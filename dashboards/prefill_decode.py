@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards import frame, looks, questions
 from dashboards.engines import PLACE
 from dashboards.frame import Board, Section
-from dashboards.panels import About, Panel, Query, lines, of_connector
+from dashboards.panels import About, Panel, Query, lines, of_connector, p99_and_mean
 from dashboards.promql import Selection, ratio, share
 from dashboards.questions import DECODE, DECODE_VLLM, PREFILL, PREFILL_VLLM, SELECTION, by_engine, with_role
 from dashboards.tables import Column, rows
@@ -128,14 +128,14 @@ def _lookups() -> Panel:
 
 def _hold() -> Panel:
     return lines(
-        "Save hold on the prefill side (p99)",
+        "Save hold on the prefill side (p99; dashed: mean)",
         About(
             "Time from a request's end on a prefill engine to the completion of its promised save.",
             "Blocks wait to be fetched, and no other request can use them.",
             "Long holds and a full KV cache (to the right): decode engines fetch too late, or too few of them do.",
             "It includes the time the blocks wait to be fetched, not only the transfer itself.",
         ),
-        of_connector(PREFILL.quantile(0.99, signals.SAVE_HOLD, "connector")),
+        *p99_and_mean(PREFILL, signals.SAVE_HOLD),
         unit="s",
         exemplars=True,
     )
@@ -200,14 +200,14 @@ def _loads() -> Panel:
 
 def _load_times() -> Panel:
     return lines(
-        "Decode: load duration (p99)",
+        "Decode: load duration (p99; dashed: mean)",
         About(
-            "p99 of loads on the decode engines, from allocation to the last rank's receipt.",
+            "p99 and mean (dashed) of loads on the decode engines, from allocation to the last rank's receipt.",
             "It is part of the time to first token on the decode side.",
             "Click a point for its trace, or open Slow loads.",
-            "Values are interpolated within a histogram bucket: small steps mean nothing.",
+            "A p99 is the middle of its bucket, within 10 %: it moves in steps of 19 %.",
         ),
-        of_connector(DECODE.quantile(0.99, signals.LOAD_DURATION, "connector")),
+        *p99_and_mean(DECODE, signals.LOAD_DURATION),
         unit="s",
         exemplars=True,
     )
@@ -267,14 +267,14 @@ def _peers() -> Panel:
 
 def _resume() -> Panel:
     return lines(
-        "Decode: resume delay after a load (p99)",
+        "Decode: resume delay after a load (p99; dashed: mean)",
         About(
             "Time from an async load's end on all ranks to the step that schedules its request.",
             "The blocks are there, the request still waits: high with many waiting requests, the engine is full.",
             "High without waiting requests: a connector blocks the scheduler, see board Connector.",
             "Synchronous loads have none.",
         ),
-        of_connector(DECODE.quantile(0.99, signals.LOAD_RESUME_DELAY, "connector")),
+        *p99_and_mean(DECODE, signals.LOAD_RESUME_DELAY),
         unit="s",
     )
 

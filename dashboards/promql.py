@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvobs.schema.percentiles import middle_promql
 from kvobs.schema.signals import OPEN, SIGNALS, Kind, Signal, labelnames
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
@@ -71,7 +72,8 @@ class Selection:
 
     def quantile(self, q: float, signal: Signal, *by: str, **labels: str) -> str:
         """Return a quantile of a histogram over the window, for each combination of these labels."""
-        return f"histogram_quantile({q}, {self.rate(signal, 'le', *by, part='_bucket', **labels)})"
+        linear = f"histogram_quantile({q}, {self.rate(signal, 'le', *by, part='_bucket', **labels)})"
+        return middle_promql(linear) if signal.is_narrow else linear
 
     def mean(self, signal: Signal, *by: str, **labels: str) -> str:
         """Return a histogram's mean over the window, absent where nothing was observed."""

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from dashboards.promql import SCHEDULER_CALLS
+from kvobs.schema.percentiles import middle_promql
 from kvobs.schema.verdicts import POLL_S
 
 SOON, INTERVAL = "15s", "30s"
@@ -136,8 +137,11 @@ RECORDINGS = {
         ) == 1
     """,
     "connector:kvobs_call_errors:rate5m": "sum without (hook, error_type) (rate(kvobs_call_errors_total[5m]))",
-    "connector_mode:kvobs_load_duration_seconds:p99_rate5m": (
+    "connector_mode:kvobs_load_duration_seconds:p99_rate5m": middle_promql(
         "histogram_quantile(0.99, rate(kvobs_load_duration_seconds_bucket[5m]))"
+    ),
+    "connector_mode:kvobs_load_duration_seconds:p50_rate2m": middle_promql(
+        "histogram_quantile(0.5, rate(kvobs_load_duration_seconds_bucket[2m]))"
     ),
     "connector:kvobs_load_bytes:rate5m": "rate(kvobs_load_bytes_total[5m])",
     "connector:kvobs_load_stall_seconds:rate5m": "rate(kvobs_load_stall_seconds_sum[5m])",
@@ -185,8 +189,8 @@ RECORDINGS = {
     """,
     # Most loads of two minutes: a burst of slow ones is soon in the minority, and a change is seen after a minute.
     "connector_mode:kvobs_slow_loads:median_rate2m": """
-        histogram_quantile(0.5, rate(kvobs_load_duration_seconds_bucket[2m])) > __slow_load_s__
-        and histogram_quantile(0.5, rate(kvobs_load_duration_seconds_bucket[2m]))
+        connector_mode:kvobs_load_duration_seconds:p50_rate2m > __slow_load_s__
+        and connector_mode:kvobs_load_duration_seconds:p50_rate2m
           > ignoring (mode) group_left () (
             __slow_load_s_per_1k_tokens__ / 1000 * rate(kvobs_load_tokens_total[2m])
             / (sum without (mode, outcome) (rate(kvobs_loads_total{outcome="ok"}[2m])) > 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvobs.schema import signals, verdicts
+from kvobs.schema import verdicts
 
 RUNBOOK = "https://github.com/kvobs/kvobs/blob/main/dashboards/runbook.md"
 
@@ -33,7 +33,7 @@ class Site:
     few_failing_engines: int = threshold(3, "engines whose loads fail; fewer raise only the alerts of each engine")
     load_age_s: int = threshold(60, "age of the oldest unfinished load, or loaded request that waits, in seconds")
     slow_load_s: float = threshold(
-        signals.LOAD_DURATION.buckets[10], "p99 of load durations, in seconds; a bound of the histogram's buckets"
+        float(verdicts.SLOW.limits["load_p99"]), "p99 of load durations, in seconds; a bound of the histogram's buckets"
     )
     slow_load_s_per_1k_tokens: float = threshold(
         0.1, "p99 of load durations, in seconds per 1000 tokens of an average load"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards import frame, questions
 from dashboards.connector_details import calls, ranks, slow_calls
 from dashboards.frame import Board, Section
-from dashboards.panels import About, Panel, Query, distribution, lines, of_connector
+from dashboards.panels import About, Panel, Query, distribution, lines, of_connector, p99_and_mean
 from dashboards.questions import SELECTION
 from dashboards.sdk import board
 from dashboards.tables import TRACE_ID, attribute, spans, trace
@@ -72,15 +72,14 @@ def _durations() -> Panel:
 
 def _slow() -> Panel:
     return lines(
-        "Load duration by connector and mode (p99)",
+        "Load duration by connector (p99; dashed: mean)",
         About(
-            "p99 of load durations by connector and mode; the points are exemplars.",
+            "p99 and mean (dashed) of load durations by connector; the points are exemplars.",
             "A rising line shows the slow connector.",
             "Click a point for its trace.",
-            "Values are interpolated within a histogram bucket: small steps mean nothing.",
+            "A p99 is the middle of its bucket, within 10 %: it moves in steps of 19 %.",
         ),
-        of_connector(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", mode="async"), "async"),
-        of_connector(SELECTION.quantile(0.99, signals.LOAD_DURATION, "connector", mode="sync"), "sync", dashed=True),
+        *p99_and_mean(SELECTION, signals.LOAD_DURATION),
         unit="s",
         exemplars=True,
     )

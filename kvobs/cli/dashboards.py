@@ -219,7 +219,8 @@ def _choose_thresholds(chosen: Sequence[str], known: Mapping[str, Mapping[str, A
         number = float(value) if re.fullmatch(r"[0-9]+" if is_whole else r"[0-9]*\.?[0-9]+", value) else -1
         is_right, allowed = number >= 0, "NUMBER"
         if name == "slow_load_s":
-            is_right, allowed = number in _BOUNDS, f"one of {', '.join(map(str, _BOUNDS))}"
+            nearest = sorted(sorted(_BOUNDS, key=lambda bound: abs(bound - number))[:2])
+            is_right, allowed = number in _BOUNDS, f"a bound of their buckets, such as {nearest[0]} or {nearest[1]}"
         elif "share" in meaning:
             is_right, allowed = 0 < number < 1, "a number above 0 and below 1"
         elif is_whole:

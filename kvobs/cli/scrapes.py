@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,6 +14,7 @@ from kvobs.cli.output import printable
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
+from kvobs.schema.percentiles import percentile
 from kvobs.schema.signals import SIGNALS, Kind, Signal
 
 Labels = frozenset[tuple[str, str]]
@@ -175,13 +174,22 @@ class Numbers:
         """Return a label's value of the first series; empty without any."""
         return next((has.get(label, "") for has, _ in self.by_name.get(signal.name, ())), "")
 
-    def quantile(self, name: str, q: float) -> float | None:
-        """Return the quantile of the histogram of this name over all its series; None without observations."""
+    def buckets(self, name: str) -> dict[float, float]:
+        """Return the buckets of the histogram of this name, summed over all its series."""
         buckets: dict[float, float] = {}
         for has, value in self.by_name.get(f"{name}_bucket", ()):
             bound = float(has.get("le", "inf"))
             buckets[bound] = buckets.get(bound, 0.0) + value
-        return quantile(buckets, q)
+        return buckets
+
+    def percentile(self, signal: Signal, q: float) -> float | None:
+        """Return the quantile of a histogram over all its series; None without observations."""
+        return percentile(signal, self.buckets(signal.name), q)
+
+    def mean(self, signal: Signal) -> float | None:
+        """Return the mean of a histogram over all its series; None without observations."""
+        count = self.total(signal, "_count")
+        return self.total(signal, "_sum") / count if count else None
 
 
 Owner = tuple[str, str]
@@ -195,23 +203,3 @@ def by_owner(values: Values) -> dict[Owner, Numbers]:
         has = dict(labels)
         owners.setdefault((has.get("engine", ""), has.get("connector", "")), {})[name, labels] = value
     return {owner: Numbers.of(series.items()) for owner, series in owners.items()}
-
-
-def quantile(buckets: Mapping[float, float], q: float) -> float | None:
-    """Return what PromQL's ``histogram_quantile`` does: linear within a bucket, the last finite bound above it.
-
-    Args:
-        buckets: upper bound, which may be infinite -> how many observations are not above it.
-        q: from 0 to 1.
-    """
-    bounds = sorted(buckets)
-    # No bucket holds less than one below it: a scrape may come in the middle of an update.
-    counts = list(accumulate((buckets[bound] for bound in bounds), max))
-    if not counts or counts[-1] <= 0 or bounds[-1] != math.inf:
-        return None
-    at = bisect_left(counts, q * counts[-1])
-    if bounds[at] == math.inf:
-        return bounds[at - 1] if at else None
-    low, below = (bounds[at - 1], counts[at - 1]) if at else (0.0, 0.0)
-    share = (q * counts[-1] - below) / (counts[at] - below) if counts[at] > below else 1
-    return low + (bounds[at] - low) * share

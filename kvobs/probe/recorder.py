@@ -34,7 +34,7 @@ SUM = CALL_DURATION.sum_offset
 @cache
 def buckets(signal: Signal) -> bytes:
     """Return the bucket of a duration by the number of its bits: bounds are powers of two."""
-    return bytes([bisect_left(signal.bounds, bits) for bits in range(65)])
+    return bytes([bisect_left(signal.bounds, 2**bits) for bits in range(65)])
 
 
 _CALLS = {name: signals.slot(CALL_DURATION, signals.hook_label(name)) for name in signals.TIMED}
@@ -122,7 +122,7 @@ class Recorder:
     def observe(self, child: int, signal: Signal, ns: int, *values: str) -> None:
         """Add a duration to a histogram of this child."""
         ns, first = max(0, ns), self._firsts[child] + signals.slot(signal, *values)
-        self._add(first + buckets(signal)[(ns - 1).bit_length()], 1)
+        self._add(first + signal.bucket(ns), 1)
         self._add(first + signal.sum_offset, ns)
 
     @contained("record")

@@ -44,7 +44,7 @@ class Signal:
     """One metric; there is one object of each.
 
     ``labels`` maps a label's name to its closed set of values, or to ``OPEN``. ``bounds`` are a histogram's upper
-    bounds as exponents: k stands for 2**k nanoseconds, or tokens, inclusive.
+    bounds in nanoseconds, or tokens, inclusive.
     """
 
     name: str
@@ -73,7 +73,12 @@ class Signal:
     @property
     def buckets(self) -> list[float]:
         """Return a histogram's upper bounds for Prometheus."""
-        return [2**k * self.unit for k in self.bounds]
+        return [bound / 1e9 if "_seconds" in self.name else float(bound) for bound in self.bounds]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether its buckets are those of requests' durations."""
+        return self.bounds is _REQUEST_BOUNDS
 
     @property
     def sum_offset(self) -> int:
@@ -82,7 +87,7 @@ class Signal:
 
     def bucket(self, ns: int) -> int:
         """Return the index of the bucket for a duration; the last one is above all bounds."""
-        return bisect_left(self.bounds, (ns - 1).bit_length())
+        return bisect_left(self.bounds, ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +128,22 @@ _WAITS = ("lookup", "load", "resume", "save")
 TIMED = {name: hook for name, hook in HOOKS.items() if is_timed(hook)}
 _HOOKS = tuple(dict.fromkeys(map(hook_label, TIMED)))
 
-_SLOW = (30, 31, 32, 33)  # steps of two from 1 to 8 s, where "slow" begins; elsewhere the order of magnitude is enough
-_CALL_BOUNDS = (16, *range(20, 30, 2), *_SLOW[:-1])  # 66 us, 1 ms, and on: there is one such histogram per hook
-_TRANSFER_BOUNDS = tuple(range(20, 35))  # 1 ms to 17 s, in steps of two
-_STALL_BOUNDS = (14, 16, 18, *range(20, 27), 28, 30, 32)  # 16 us to 4 s; of two from 1 to 67 ms, a usual step
-_DELAY_BOUNDS = (*range(20, 30, 2), *_SLOW)
-_REUSE_BOUNDS = tuple(range(10, 26))  # tokens
-_SKEW_BOUNDS = (22, 24, *range(26, 31), 32)  # 4 ms to 4 s, in steps of two from 67 ms to 1 s
-_COPY_BOUNDS = tuple(range(18, 28, 2))
+PER_DOUBLING = 4
+"""Buckets from a duration of a request to twice as much: each is 19 % wide, so that its middle is within 10 %."""
+
+
+def _powers(*exponents: int) -> tuple[int, ...]:
+    """Return bounds that are powers of two: the compiled probe counts by a duration's bits."""
+    return tuple(2**k for k in exponents)
+
+
+_REQUEST_BOUNDS = tuple(round(1e9 * 2 ** (k / PER_DOUBLING)) for k in range(-10 * PER_DOUBLING, 6 * PER_DOUBLING + 1))
+# 66 us, 1 ms, and on: there is one such histogram per hook, and the order of magnitude is enough.
+_CALL_BOUNDS = _powers(16, *range(20, 34, 2))
+_STALL_BOUNDS = _powers(14, 16, 18, *range(20, 27), 28, 30, 32)  # 16 us to 4 s; of two from 1 to 67 ms, a usual step
+_REUSE_BOUNDS = _powers(*range(10, 26))  # tokens
+_SKEW_BOUNDS = _powers(22, 24, *range(26, 31), 32)  # 4 ms to 4 s, in steps of two from 67 ms to 1 s
+_COPY_BOUNDS = _powers(*range(18, 28, 2))
 
 CALL_DURATION = Signal(
     "kvobs_call_duration_seconds", "Calls into the connector, by hook.", {"hook": _HOOKS}, _CALL_BOUNDS
@@ -152,7 +165,7 @@ LOOKUPS = Signal(
 LOOKUP_DELAY = Signal(
     "kvobs_lookup_delay_seconds",
     "Time from the connector's first 'not yet' for a request to its answer.",
-    bounds=_DELAY_BOUNDS,
+    bounds=_REQUEST_BOUNDS,
 )
 OFFERED_TOKENS = Signal(
     "kvobs_offered_tokens_total", "Tokens offered by the connector, counted once per request (tokens)."
@@ -186,7 +199,7 @@ LOAD_DURATION = Signal(
     "kvobs_load_duration_seconds",
     "Duration of successful loads: async from allocation to the last rank's receipt, sync on the slowest rank.",
     {"mode": _MODES},
-    _TRANSFER_BOUNDS,
+    _REQUEST_BOUNDS,
 )
 PEER_LOADS = Signal(
     "kvobs_peer_loads_total",
@@ -200,7 +213,7 @@ PEER_LOAD_SECONDS = Signal(
 LOAD_RESUME_DELAY = Signal(
     "kvobs_load_resume_delay_seconds",
     "Time from the end of an async load on all ranks to the step that schedules its request.",
-    bounds=_DELAY_BOUNDS,
+    bounds=_REQUEST_BOUNDS,
 )
 LOAD_TOKENS = Signal("kvobs_load_tokens_total", "Tokens loaded, without failed loads (tokens).")
 LOAD_BYTES = Signal(
@@ -240,7 +253,7 @@ SAVES = Signal(
 SAVE_HOLD = Signal(
     "kvobs_save_hold_seconds",
     "Time from a request's end to the completion of its promised save, during which its blocks are held.",
-    bounds=_TRANSFER_BOUNDS,
+    bounds=_REQUEST_BOUNDS,
 )
 SAVE_STALL = Signal(
     "kvobs_save_stall_seconds", "Time a step spent in save_kv_layer and wait_for_save.", bounds=_STALL_BOUNDS

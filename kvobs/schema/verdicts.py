@@ -33,7 +33,7 @@ BLOCKING = State(
 )
 POLL_S = 0.01
 """Seconds. While requests wait and nothing is computed, the scheduler polls: quicker calls block no step then."""
-SLOW = State("Slow", {"load_p99": 1}, "load p99 of {load_p99} s or more")
+SLOW = State("Slow", {"load_p99": 1}, "load p99 of {load_p99} s or more")  # a bound of the histogram
 UNSERVED_H, LOADABLE_SHARE = 3, 0.1
 UNSERVED = State(
     "Never serves",

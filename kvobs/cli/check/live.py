@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from kvobs.cli import dashboards
 from kvobs.cli.output import duration, printable
 from kvobs.cli.scrapes import NO_METRICS, PLAIN, PREFIX, EndedError, Numbers, Scrape, parse_vllm, values_of
-from kvobs.cli.top.rows import server_row
+from kvobs.cli.top.rows import ConnectorRow, server_row
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
@@ -31,7 +31,7 @@ _STATES = {
     CORRUPT.name: ("loaded {:,.0f} blocks with wrong bytes since the engine's start", "KvobsCorruptLoads"),
     QUARANTINED.name: ("is in quarantine: new requests do without it", "KvobsConnectorQuarantined"),
     FAILING.name: ("fails: {:.0%} of its loads and exceptions since the engine's start", "KvobsConnectorFailing"),
-    SLOW.name: ("is slow: the p99 of its loads since the engine's start is {:.3g} s", "KvobsLoadsSlow"),
+    SLOW.name: ("is slow: since the engine's start the p99 of its loads is {:.3g} s", "KvobsLoadsSlow"),
     UNSERVED.name: (
         "never serves: nothing was loaded from it since the engine's start, and prompts repeat that vLLM's own cache "
         "no longer has",
@@ -126,6 +126,7 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
         "vLLM": numbers.label(signals.BUILD_INFO, "vllm_version") or "?",
         "compiled probe": numbers.label(signals.BUILD_INFO, "native") or "?",
         "connectors": ", ".join(sorted(f"{row.connector} ({row.state})" for row in rows)) or "none yet",
+        "loads": ", ".join(f"{row.connector} {_durations(row)}" for row in rows if row.load_p99_s) or "none yet",
         **({} if has_core else {"EngineCore": "on another host, whose exporter has its numbers"}),
         "series of kvobs": f"{series.total():,}",
         "exemplars": "no OpenMetrics here" if exemplars is None else f"{exemplars:,}",
@@ -147,7 +148,8 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
         elif row.state in _STATES:
             says, alert = _STATES[row.state]
             note = result.warn if row.state in (SLOW.name, UNSERVED.name) else result.refuse
-            found = f"connector {row.connector} {says.format(row.state_value)}"
+            mean = f", their mean {row.load_mean_s:.3g} s" if row.state == SLOW.name and row.load_mean_s else ""
+            found = f"connector {row.connector} {says.format(row.state_value)}{mean}"
             note(url, printable(found), f"see {alert} in the runbook")
     if lost := numbers.total(signals.INTERNAL_ERRORS):
         found = (
@@ -155,6 +157,12 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
         )
         result.warn(url, found, "look for 'kvobs' in the log")
     return {(labels.get("model_name", "?"), labels.get("engine", "?")) for labels, _ in infos}
+
+
+def _durations(row: ConnectorRow) -> str:
+    """Return a connector's durations of loads since the engine's start."""
+    p50, p99, mean = map(duration, (row.load_p50_s, row.load_p99_s, row.load_mean_s))
+    return f"(p50 {p50}, p99 {p99}, mean {mean})"
 
 
 def _exemplars(url: str) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvobs.cli.scrapes import RUNNING, TTFT, WAITING, Numbers, Owner, Scrape, by_owner, change, has_restarted
 from kvobs.schema import signals
+from kvobs.schema.percentiles import quantile
 from kvobs.schema.verdicts import IDLE, LOADABLE_SHARE, POLL_S, SERVES_OTHERS, UNSERVED_H, judge
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
@@ -28,6 +29,7 @@ class ConnectorRow:
     unused_tokens_per_s: float  # that it offered and were not loaded, since another connector was chosen
     load_p50_s: float | None
     load_p99_s: float | None
+    load_mean_s: float | None
     scheduler_s_per_s: float  # time that the scheduler spent in it
     load_stall_s_per_s: float  # summed over ranks, as that of saves
     save_stall_s_per_s: float
@@ -100,8 +102,8 @@ def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
         internal_errors=int(now.total(signals.INTERNAL_ERRORS)),
         running=_integer(vllm, RUNNING),
         waiting=_integer(vllm, WAITING),
-        ttft_p50_s=ttft.quantile(TTFT, 0.5),
-        ttft_p99_s=ttft.quantile(TTFT, 0.99),
+        ttft_p50_s=quantile(ttft.buckets(TTFT), 0.5),
+        ttft_p99_s=quantile(ttft.buckets(TTFT), 0.99),
         connectors=tuple(
             _judge(
                 _connector_row(owner, numbers, seconds or 1), numbers, grown, now, vllm, is_change=seconds is not None
@@ -109,7 +111,7 @@ def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
             for owner, numbers in sorted(connectors, key=_sort_key)
         ),
         seen_share=seen_share,
-        half_within_tokens=grown.quantile(signals.REUSE_DISTANCE.name, seen_share / 2) if seen_share else None,
+        half_within_tokens=grown.percentile(signals.REUSE_DISTANCE, seen_share / 2) if seen_share else None,
         local_cache_tokens=_integer(now, signals.LOCAL_CACHE_TOKENS.name),
     )
 
@@ -149,15 +151,16 @@ def _connector_row(owner: Owner, numbers: Numbers, seconds: float) -> ConnectorR
         load_bytes_per_s=numbers.total(signals.LOAD_BYTES) / seconds,
         save_tokens_per_s=numbers.total(signals.SAVE_TOKENS) / seconds if numbers.values(signals.SAVE_TOKENS) else None,
         unused_tokens_per_s=numbers.total(signals.UNUSED_HIT_TOKENS, reason="other_chosen") / seconds,
-        load_p50_s=numbers.quantile(signals.LOAD_DURATION.name, 0.5),
-        load_p99_s=numbers.quantile(signals.LOAD_DURATION.name, 0.99),
+        load_p50_s=numbers.percentile(signals.LOAD_DURATION, 0.5),
+        load_p99_s=numbers.percentile(signals.LOAD_DURATION, 0.99),
+        load_mean_s=numbers.mean(signals.LOAD_DURATION),
         scheduler_s_per_s=_in_scheduler(numbers, "_sum") / seconds,
         load_stall_s_per_s=numbers.total(signals.LOAD_STALL, "_sum") / seconds,
         save_stall_s_per_s=numbers.total(signals.SAVE_STALL, "_sum") / seconds,
         gain_s_per_s=gain_s / seconds if numbers.values(signals.LOAD_WAITED) else None,
         failed_loads_per_s=numbers.total(signals.LOADS, outcome="failed") / seconds,
         exceptions_per_s=numbers.total(signals.CALL_ERRORS) / seconds,
-        skew_p99_s=numbers.quantile(signals.RANK_SKEW.name, 0.99),
+        skew_p99_s=numbers.percentile(signals.RANK_SKEW, 0.99),
         slowest_rank=slowest,
         slowest_rank_share=ranks[slowest] / sum(ranks.values()) if slowest is not None else None,
         loads_open=int(numbers.total(signals.IN_FLIGHT, kind="load")),

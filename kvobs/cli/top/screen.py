@@ -40,7 +40,7 @@ MEANINGS = {
     "tokens, loads, lookups": "tokens loaded, loads that ended well, requests that were answered or timed out",
     "bytes, unused": "bytes loaded over all ranks; tokens offered and not loaded, since another connector was chosen",
     "saved": "tokens stored in memory and on disk, added up, by the connector's KV cache events; most have none",
-    "load p50, p99": "as histogram_quantile computes them: linear within a bucket",
+    "load p50, p99, mean": "of loads that ended well; p50 and p99 are the middle of a bucket, within 10 %",
     "sched busy": "share of the time that the scheduler spent in calls into the connector: no step runs meanwhile",
     "stall": "time that steps waited for loads and saves, added up over ranks",
     "oldest, loads open, saves held": "open now, and the age of the oldest of both, of lookups that requests wait for, "
@@ -70,6 +70,7 @@ def columns(*, since_start: bool, narrow: bool = False) -> list[Column]:
         Column(f"tokens\n{per_s}", lambda c: amount(c.load_tokens_per_s), "load_tokens_per_s"),
         Column("load\np50", lambda c: duration(c.load_p50_s), "load_p50_s", p50),
         Column("load\np99", lambda c: duration(c.load_p99_s), "load_p99_s"),
+        Column("load mean", lambda c: duration(c.load_mean_s), "load_mean_s", "load mean {}"),
         Column("sched\nbusy", lambda c: of_time(c.scheduler_s_per_s), "scheduler_s_per_s"),
         Column(f"stall\n{per_s}", lambda c: duration(c.stall_s_per_s), "stall_s_per_s", stall),
         Column("oldest", lambda c: duration(c.oldest_s), "oldest_s", oldest),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from kvobs import faults
 from kvobs.probe.increments import Increments, add_rows
 from kvobs.schema import signals
+from kvobs.schema.percentiles import percentile
 from kvobs.schema.signals import TABLE_DIGEST, Scope, Signal
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.payload.wire import ROWS, SLOTS, VERSION
@@ -172,8 +173,8 @@ def _summary(counts: Mapping[int, int], errors: int) -> dict[str, int | float]:
     for key, signal, value in _COUNTED:
         if n := _total(counts, signal, value):
             summary[key] = n
-        if signal is signals.LOAD_TOKENS and (p99 := _p99_ms(counts, signals.LOAD_DURATION)) is not None:
-            summary["load_p99_ms"] = float(f"{p99:.3g}")
+        if signal is signals.LOAD_TOKENS:
+            summary |= _loads_ms(counts)
     if errors:
         summary["errors"] = errors
     for key, signal in _WAITED:
@@ -188,11 +189,12 @@ def _total(counts: Mapping[int, int], signal: Signal, value: str = "", offset: i
     return sum(counts.get(s.first + offset, 0) for s in series)
 
 
-def _p99_ms(counts: Mapping[int, int], signal: Signal) -> float | None:
-    """Return the bound of the 99th percentile's bucket, above the last one the sum of all; None without any."""
+def _loads_ms(counts: Mapping[int, int]) -> dict[str, float]:
+    """Return the mean and the p99 of the durations of loads, as kvobs's other tools show them; empty without any."""
+    signal = signals.LOAD_DURATION
     below = list(accumulate(_total(counts, signal, offset=k) for k in range(signal.sum_offset)))
-    if not below[-1]:
-        return None
-    bucket = bisect_left(below, 0.99 * below[-1])
-    has_bound = bucket < len(signal.bounds)
-    return (2 ** signal.bounds[bucket] if has_bound else _total(counts, signal, offset=signal.sum_offset)) / 1e6
+    p99 = percentile(signal, dict(zip((*signal.buckets, math.inf), below, strict=True)), 0.99)
+    if p99 is None:
+        return {}
+    mean_ns = _total(counts, signal, offset=signal.sum_offset) / below[-1]
+    return {"load_mean_ms": float(f"{mean_ns / 1e6:.3g}"), "load_p99_ms": float(f"{1e3 * p99:.3g}")}

@@ -43,7 +43,7 @@ class PromptReuse(Observer):
         self._listener = listener
         recorder.set_gauge(None, _CACHE, local_cache_tokens)
         self._block_size = block_size
-        self._distances = ReuseDistances([2**k // max(1, block_size) for k in REUSE_DISTANCE.bounds])
+        self._distances = ReuseDistances([bound // max(1, block_size) for bound in REUSE_DISTANCE.bounds])
         self._live: dict[str, int] = {}  # request -> blocks of its prompt that were looked up
 
     def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:

@@ -107,7 +107,7 @@ OURS = {
     "grafana": "https://grafana.example.org/g/", "runbook": "https://wiki.example.org/kvobs", "job": "llm/kvobs",
     "cluster": "k8s_cluster",
 }  # fmt: skip
-THRESHOLDS = {"failed_share": "0.2", "few_failed": "50", "slow_load_s": "4.294967296", "self_share": "0.5"}
+THRESHOLDS = {"failed_share": "0.2", "few_failed": "50", "slow_load_s": "4", "self_share": "0.5"}
 CHOSEN = [f"{name}={value}" for name, value in THRESHOLDS.items()]
 WHOLE = SiteSettings(**OURS, labels=["release=mon", "team/a=b"], namespaces=["a", "b"], thresholds=CHOSEN)
 DEFAULTS = dashboards.contents()
@@ -207,8 +207,12 @@ def test_the_command_takes_all_of_it(tmp_path: Path) -> None:
         ("--threshold", "few_failed=2.5", "use few_failed=a whole number of at least 1 (failed loads in"),
         ("--threshold", "load_age_s=0", "use load_age_s=a whole number of at least 1"),
         ("--threshold", "slowed_times=1", "use slowed_times=a whole number of at least 2"),
-        ("--threshold", "slow_load_s=2", "use slow_load_s=one of 0.001048576, 0.002097152, 0.004194304"),
-        ("--threshold", "slow_load_s=17.179869184", "8.589934592 (p99 of load durations"),
+        (
+            "--threshold",
+            "slow_load_s=3",
+            "use slow_load_s=a bound of their buckets, such as 2.828427125 or 3.363585661 (",
+        ),
+        ("--threshold", "slow_load_s=64", "such as 45.254833996 or 53.817370576 (p99 of load durations"),
         ("--threshold", "failed_share=1", "failed_share=a number above 0 and below 1 (share of loads that failed"),
         ("--threshold", "rank_lead=0", "use rank_lead=a number above 0 and below 1"),
         ("--threshold", "rank_skew_s=-1", "use rank_skew_s=NUMBER"),

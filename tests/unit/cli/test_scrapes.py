@@ -2,12 +2,10 @@
 
 import math
 from dataclasses import replace
-from itertools import accumulate
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 
 import kvobs
 from kvobs.cli.scrapes import (
@@ -20,7 +18,6 @@ from kvobs.cli.scrapes import (
     has_restarted,
     parse,
     parse_vllm,
-    quantile,
 )
 from kvobs.cli.top.rows import server_row
 from kvobs.cli.web import NoAnswerError, url_of
@@ -43,7 +40,9 @@ def test_exposed_numbers_are_read_as_they_were_counted() -> None:
     assert (disk.total(LOADS, outcome="failed"), disk.total(LOADS, outcome="ok")) == (4, 0)
     assert disk.total(LOAD_DURATION, "_count") == 1
     assert disk.total(LOAD_DURATION, "_sum") == pytest.approx(2**25 / 1e9)
-    assert 2**24 / 1e9 < (disk.quantile(LOAD_DURATION.name, 0.5) or 0) <= 2**25 / 1e9
+    assert disk.percentile(LOAD_DURATION, 0.5) == pytest.approx(2**25 / 1e9, rel=0.1)
+    assert disk.mean(LOAD_DURATION) == pytest.approx(2**25 / 1e9)
+    assert owners["0", "cpu"].mean(LOAD_DURATION) is None
     assert owners["0", "cpu"].label(signals.CONNECTOR_INFO, "class") == "MeteredConnector"
 
 
@@ -180,23 +179,3 @@ def test_samples_are_summed_over_all_labels_that_are_not_asked_for() -> None:
 def test_series_belong_to_the_engine_and_connector_of_their_labels() -> None:
     values: Values = {("up", frozenset()): 1, ("up", frozenset({("engine", "1"), ("connector", "a")})): 2}
     assert {owner: numbers.sum("up") for owner, numbers in by_owner(values).items()} == {("", ""): 1, ("1", "a"): 2}
-
-
-BOUNDS = (*LOAD_DURATION.buckets, math.inf)
-COUNTS = st.lists(st.integers(0, 50), min_size=len(BOUNDS), max_size=len(BOUNDS))
-
-
-@given(COUNTS, st.floats(0, 1))
-def test_a_quantile_is_linear_between_the_bounds(counts: list[int], q: float) -> None:
-    cumulative = [float(n) for n in accumulate(counts)]
-    rank = q * cumulative[-1]
-    assume(rank not in (0, *cumulative))  # else there may be two bounds to choose from
-    assert quantile(dict(zip(BOUNDS, cumulative, strict=True)), q) == pytest.approx(
-        np.interp(rank, [0, *cumulative[:-1]], [0, *BOUNDS[:-1]])
-    )
-
-
-@pytest.mark.parametrize("buckets", [{}, {1.0: 0.0, math.inf: 0.0}, {1.0: 3.0}, {math.inf: 3.0}])
-def test_without_observations_or_bounds_there_is_no_quantile(buckets: dict[float, float]) -> None:
-    assert quantile(buckets, 0.5) is None
-    assert quantile({1.0: 5.0, 2.0: 4.0, math.inf: 4.0}, 0.5) == 0.5, "a scrape in the middle of an update has one"

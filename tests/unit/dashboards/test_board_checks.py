@@ -45,7 +45,7 @@ def link_of(board: Board) -> Panel:
 SPOILED: dict[str, Spoil] = {
     "ids": lambda board: board["panels"][0].update(id=board["panels"][1]["id"]),
     "sources": lambda board: table(board)["datasource"].update(uid="tempo"),
-    "selections": expr('connector=~"$connector",mode="async"', 'connector="cpu",mode="async"'),
+    "selections": expr('connector=~"$connector"}[', 'connector="cpu"}['),
     "first_load": lambda board: board["panels"][0]["targets"].extend(board["panels"][0]["targets"] * 40),
     "registered": expr("kvobs_load_duration_seconds_bucket", "kvobs_load_time_seconds_bucket"),
     "panel_units": lambda board: series(board)[0]["fieldConfig"]["defaults"].update(unit="seconds"),

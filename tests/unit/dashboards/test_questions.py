@@ -151,7 +151,7 @@ def test_slowest_engine_of_256_is_named(tmp_path: Path) -> None:
         series |= on(number, slow("disk") if number == 7 else fast("disk"))
     asked = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_engine)
     assert answers(tmp_path, series, promql.worst(f"({asked}) >= 0"), label="instance") == {
-        "gpu-7:8000": pytest.approx(3.98)
+        "gpu-7:8000": pytest.approx(3.668, rel=1e-3)
     }
 
 

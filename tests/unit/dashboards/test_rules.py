@@ -106,7 +106,7 @@ def test_recorded_names_say_level_metric_and_operation() -> None:
         level, metric, operation = record.split(":")
         assert metric in known | {"kvobs_load_seconds_per_token", "kvobs_scheduler_seconds", *(
             f"kvobs_{which}_loads" for which in ("failed", "failing", "slow", "slowed"))}  # fmt: skip
-        assert re.fullmatch(r"((ratio|p99|median|mean|late)_)?rate\d+m|increase\d+[mh]|same\d+m", operation)
+        assert re.fullmatch(r"((ratio|p50|p99|median|mean|late)_)?rate\d+m|increase\d+[mh]|same\d+m", operation)
         assert level.split("_")[0] in {"connector", "engine"}
 
 

@@ -255,7 +255,7 @@ def test_openmetrics_has_exemplars_at_the_same_path() -> None:
     assert content_type.startswith("application/openmetrics-text")
     families: Any = open_metrics(text.decode())  # type: ignore[no-untyped-call]
     marked = [s for f in families for s in f.samples if s.exemplar is not None]
-    assert [s.labels["le"] for s in marked] == ["0.002097152"]
+    assert [s.labels["le"] for s in marked] == ["0.00232267"]
     assert marked[0].exemplar.labels == {"trace_id": record().trace_id}
     assert marked[0].exemplar.value == 0.002
     content_type, text = exposition(loaded()).text("text/plain")

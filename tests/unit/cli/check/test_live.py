@@ -147,7 +147,12 @@ def slow(recorder: Recorder) -> None:
         (lambda _: None, {(0, QUARANTINED): 1}, ["connector cpu is in quarantine: new requests do without it"], []),
         (corrupt, {}, ["connector cpu loaded 2 blocks with wrong bytes since the engine's start"], []),
         (failing, {}, ["connector cpu fails: 25% of its loads and exceptions since the engine's start"], []),
-        (slow, {}, [], ["connector cpu is slow: the p99 of its loads since the engine's start is 4.27 s"]),
+        (
+            slow,
+            {},
+            [],
+            ["connector cpu is slow: since the engine's start the p99 of its loads is 3.08 s, their mean 3 s"],
+        ),
     ],
 )
 def test_a_connector_that_is_not_well_is_named(

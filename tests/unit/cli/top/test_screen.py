@@ -107,20 +107,23 @@ def test_reuse_is_below_a_single_server() -> None:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        (replace(CPU, state="Hangs", state_by="load", state_value=20.0), "  Hangs: load for 20 s, gain 0.04, "),
+        (replace(CPU, state="Hangs", state_by="load", state_value=20.0), "  Hangs: load for 20 s, load mean 91 ms, "),
         (
             replace(CPU, state="Hangs", state_by="call", state_value=20.0, call="wait_for_save on rank 1", call_s=20.0),
-            "  Hangs: call for 20 s, in wait_for_save on rank 1, gain 0.04",
+            "  Hangs: call for 20 s, in wait_for_save on rank 1, load mean 91",
         ),
-        (replace(CPU, state="OK", call="lookup on rank 1", call_s=2), "  in lookup on rank 1 for 2.0 s, gain 0.04, "),
-        (replace(CPU, state="Slow"), "  Slow, gain 0.04, "),
+        (
+            replace(CPU, state="OK", call="lookup on rank 1", call_s=2),
+            "  in lookup on rank 1 for 2.0 s, load mean 91 ms, ",
+        ),
+        (replace(CPU, state="Slow"), "  Slow, load mean 91 ms, "),
     ],
 )
 def test_a_bad_state_is_shown_in_red_with_its_age_where_something_hangs(row: ConnectorRow, says: str) -> None:
     server = [replace(SERVER, connectors=(row,))]
     assert shown(server, 80)[10].startswith(says)
     red = "".join(segment.text for segment in segments(server, 80) if segment.style and segment.style.color)
-    assert red == f"cpu{says.partition(', gain')[0].strip().replace(', ', '')}"
+    assert red == f"cpu{says.partition(', load mean')[0].strip().replace(', ', '')}"
 
 
 def test_each_of_several_servers_has_a_number() -> None:

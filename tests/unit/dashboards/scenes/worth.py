@@ -4,14 +4,14 @@ from tests.unit.dashboards.scenes.scene import OF_CHILD, Fires, Scenes, Series
 
 LOAD_TIME = "kvobs_load_duration_seconds"
 SLOW_SAYS = (
-    f"Most async loads from {OF_CHILD}, or one in a hundred for ten minutes, take about 2.684s or longer "
-    "(thresholds: 1.073741824 s, and 0.1 s per 1000 tokens of "
+    f"Most async loads from {OF_CHILD}, or one in a hundred for ten minutes, take about 2.594s or longer "
+    "(thresholds: 1 s, and 0.1 s per 1000 tokens of "
     "an average load). Requests wait that long for their first token."
 )
 
 
 def load_times(within_second: str, total: str, tokens: str) -> dict[str, str]:
-    bounds = {"0.268435456": "0+0x400", "1.073741824": within_second, "4.294967296": total, "+Inf": total}
+    bounds = {"0.25": "0+0x400", "1.0": within_second, "2.37841423": within_second, "2.828427125": total, "+Inf": total}
     buckets = {f'{LOAD_TIME}_bucket{{mode="async",le="{le}"}}': values for le, values in bounds.items()}
     loaded = {'kvobs_loads_total{mode="async",outcome="ok"}': total, "kvobs_load_tokens_total": tokens}
     return {**buckets, f'{LOAD_TIME}_count{{mode="async"}}': total, **loaded}
