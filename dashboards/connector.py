@@ -109,7 +109,7 @@ def _loads() -> Panel:
             "Loads per second by mode and outcome.",
             "aborted: the request was cancelled. failed: tokens are recomputed, unless kv_load_failure_policy is fail.",
             "For failures see 'Exceptions by hook and class', and the traces on Slow loads.",
-            "After a hit another connector may load instead: see unused hit tokens and unused offers.",
+            "After a hit another connector may load instead: see lost tokens and unused offers.",
         ),
         Query(SELECTION.rate(signals.LOADS, "connector", "mode", "outcome"), "{{connector}} {{mode}} {{outcome}}"),
         unit="ops",
@@ -185,12 +185,12 @@ def _tokens() -> Panel:
         "recomputed": signals.RECOMPUTED_TOKENS,
     }
     return lines(
-        "Offered, loaded and unused tokens (tokens/s)",
+        "Offered, loaded and lost tokens (tokens/s)",
         About(
-            "Tokens per second: offered; admitted for loading; loaded; unused, because a connector with fewer tokens "
-            "was chosen; recomputed, because a load failed.",
+            "Tokens per second: offered; admitted for loading; loaded; lost to the shorter offer of the "
+            "connector that was chosen; recomputed, because a load failed.",
             "Admitted close to offered: this connector is the one in use.",
-            "Many unused: try load_policy longest, or another order. Recomputed: fix the failures.",
+            "Many lost: try load_policy longest, or another order. Recomputed: fix the failures.",
             "Tokens offered but not admitted are not lost if another connector had them, too. A request's offers count "
             "once, its loads every time: after preemptions more may be admitted than offered.",
         ),
@@ -200,8 +200,8 @@ def _tokens() -> Panel:
         ),
         Query(
             SELECTION.rate(signals.UNUSED_HIT_TOKENS, "connector", reason="other_chosen"),
-            "{{connector}} unused",
-            looks.BY_TOKENS["unused"],
+            "{{connector}} lost",
+            looks.BY_TOKENS["lost"],
         ),
         unit="short",
     )

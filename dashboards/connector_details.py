@@ -184,7 +184,7 @@ def _unused() -> Panel:
         About(
             "Requests per second for which the connector offered tokens and another one was chosen.",
             "High for all but the first connector is normal with load_policy first.",
-            "Look at the unused hit tokens: they could have been loaded instead of computed.",
+            "Look at the tokens lost to a shorter offer: they could have been loaded instead of computed.",
             "An unused offer costs its lookup only.",
         ),
     )

@@ -26,7 +26,7 @@ BY_TOKENS = {
     "offered": "#56B4E9",
     "admitted": "#0072B2",
     "loaded": "#009E73",
-    "unused": "#E69F00",
+    "lost": "#E69F00",
     "recomputed": "#D55E00",
 }
 

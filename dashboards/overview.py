@@ -193,7 +193,7 @@ def _effects() -> list[Panel]:
             About(
                 "Share of all prompt tokens that were loaded from connectors.",
                 "Higher is better; the achievable value depends on the traffic.",
-                "If it falls, check hit shares and unused hit tokens.",
+                "If it falls, check hit shares and tokens lost to a shorter offer.",
                 "Tokens in vLLM's own prefix cache are not loaded: a good local cache lowers this share. By vLLM, "
                 "which counts a prompt once: without loads after a preemption.",
             ),
@@ -248,7 +248,7 @@ def _connectors() -> Panel:
             Column("Hit share", questions.hit_share(*by_connector), "percentunit", decimals=0),
             Column("Net gain", questions.net_gain_share(*by_connector), "percentunit", decimals=0),
             Column(
-                "Unused hits",
+                "Lost to a shorter offer",
                 questions.unused_hit_share(*by_connector),
                 "percentunit",
                 looks.UNUSED_HIT_SHARE,

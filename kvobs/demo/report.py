@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvobs.schema import signals
+from kvobs.schema.signals import no_estimate
 
 OUTCOMES = signals.LOOKUPS.labels["outcome"]
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
@@ -27,13 +28,19 @@ class ConnectorTotals:
     name: str
     lookups: Mapping[str, int]
     offered: int
-    unused: int
+    lost: int
+    """Tokens beyond the offer of the connector that loaded."""
     loads: Mapping[str, int]
     loaded: int
     load_s: float
     """Total time of its loads, each on the slowest rank."""
-    waited_s: float
-    """Time the engine's steps waited for its loads and saves."""
+    load_stall_s: float
+    """Time the engine's steps waited for its loads, and for its saves."""
+    save_stall_s: float
+    saved_s: float = 0
+    """Estimated time of computing what it loaded, and the time that requests waited, of loads with an estimate."""
+    waited_s: float = 0
+    estimated: int = 0
 
     @property
     def load_ms(self) -> float:
@@ -58,11 +65,15 @@ def totals_of(name: str, before: Sequence[Sample], after: Sequence[Sample]) -> C
         name=name,
         lookups={outcome: count(signals.LOOKUPS, outcome=outcome) for outcome in OUTCOMES},
         offered=count(signals.OFFERED_TOKENS),
-        unused=count(signals.UNUSED_HIT_TOKENS, reason="other_chosen"),
+        lost=count(signals.UNUSED_HIT_TOKENS, reason="other_chosen"),
         loads={outcome: count(signals.LOADS, outcome=outcome) for outcome in signals.LOADS.labels["outcome"]},
         loaded=count(signals.LOAD_TOKENS),
         load_s=seconds(signals.LOAD_DURATION),
-        waited_s=seconds(signals.LOAD_STALL) + seconds(signals.SAVE_STALL),
+        load_stall_s=seconds(signals.LOAD_STALL),
+        save_stall_s=seconds(signals.SAVE_STALL),
+        saved_s=_growth(before, after, signals.PREFILL_SAVED.name, connector=name),
+        waited_s=_growth(before, after, signals.LOAD_WAITED.name, connector=name),
+        estimated=count(signals.ESTIMATED_LOADS),
     )
 
 
@@ -84,25 +95,26 @@ def table(rows: Sequence[ConnectorTotals]) -> Table:
                 if outcome in ("hit", "miss") or any(row.lookups[outcome] for row in rows)]  # fmt: skip
     failed = any(row.loads[outcome] for row in rows for outcome in ("failed", "aborted"))
     columns = ["", "lookups", *(OUTCOME_TITLES[outcome] for outcome in outcomes), "offered", "loaded", "loads",
-               *(["failed"] if failed else []), "unused"]  # fmt: skip
+               *(["failed"] if failed else []), LOST]  # fmt: skip
     out = Table(title="Lookups, offers and loads by connector", title_justify="left", title_style="bold",
                 box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
     for column in columns:
-        unit = "\ntokens" if column in ("offered", "loaded", "unused") else ""
+        unit = "\ntokens" if column in ("offered", "loaded") else ""
         out.add_column(column + unit, justify="left" if column == "" else "right", no_wrap=True, vertical="bottom")
     for row in rows:
         cells = [row.asked, *(row.lookups[outcome] for outcome in outcomes), row.offered, row.loaded, row.loads["ok"],
-                 *([row.loads["failed"] + row.loads["aborted"]] if failed else []), row.unused]  # fmt: skip
+                 *([row.loads["failed"] + row.loads["aborted"]] if failed else []), row.lost]  # fmt: skip
         out.add_row(row.name, *(f"{cell:,}" for cell in cells))
     return out
 
 
+LOST = "lost to a\nshorter\noffer"
 OUTCOME_TITLES = dict(zip(OUTCOMES, ("hits", "misses", "not\nyet", "timed\nout", "not\nread"), strict=True))
 
 LEGEND = (
     "lookups  requests that the connector has answered\n"
     "offered  what the connector could have loaded\n"
-    "unused   what it offered beyond the offer of the connector that loaded"
+    "lost     to a shorter offer: what it offered beyond the offer of the connector that loaded"
 )
 
 
@@ -111,8 +123,26 @@ def time_line(rows: Iterable[ConnectorTotals]) -> str:
     parts = []
     for row in rows:
         loads = f"{row.load_ms:,.0f} ms per load, " if row.loads["ok"] else ""
-        parts.append(f"{row.name} {loads}{1e3 * row.waited_s:,.0f} ms of waiting in model steps")
+        stalls = f"{1e3 * row.load_stall_s:,.0f} ms for its loads and {1e3 * row.save_stall_s:,.0f} ms for its saves"
+        parts.append(f"{row.name} {loads}model steps waited {stalls}")
     return f"Time: {'; '.join(parts)}."
+
+
+def gain_line(rows: Iterable[ConnectorTotals], prefills: int) -> str:
+    """Return a line with the time that each connector's loads saved and took; ``prefills`` could be learned from."""
+    parts = []
+    for row in rows:
+        if row.estimated:
+            of = f"{row.estimated:,} of {row.loads['ok'] + row.loads['failed']:,} loads have an estimate"
+            parts.append(f"{row.name} saved {row.saved_s:,.2f} s, requests waited {row.waited_s:,.2f} s ({of})")
+        elif row.loads["ok"]:
+            parts.append(f"{row.name} {no_estimate(prefills)}")
+    return f"Gain: {'; '.join(parts)}." if parts else ""
+
+
+def prefills(samples: Sequence[Sample]) -> int:
+    """Return how many prefills the estimate of computing has learned from."""
+    return int(_growth((), samples, signals.ESTIMATE_PREFILLS.name))
 
 
 def source_line(tokens: Mapping[str, int]) -> str:

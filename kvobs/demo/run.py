@@ -206,6 +206,7 @@ class Demo:
         self.console.print(report.LEGEND, style="dim")
         self.console.print(report.source_line(report.sources(before, after)), highlight=False)
         self.console.print(report.time_line(rows), highlight=False)
+        self.console.print(report.gain_line(rows, report.prefills(after)), highlight=False)
         if self.fault:
             self.console.print(f"\n[bold]The fault in /metrics[/]: {self.fault.says}")
             self.copyable(*report.evidence(self.fault.shown_by, after))

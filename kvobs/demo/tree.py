@@ -2,10 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.filesize import decimal
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -13,7 +16,11 @@ from rich.tree import Tree
 from kvobs.demo.collector import ReceivedSpan
 
 BAR = 16
-"""Characters that stand for the whole trace."""
+"""Characters that stand for the whole trace, where a window has room for them."""
+BAR_AT_LEAST = 4
+WORDS = 20
+"""Characters that a line's words need beside the times."""
+LONG_NS = 10 * 10**9
 GUIDE = 4
 """Characters by which rich indents each level of a tree."""
 CONNECTOR, RANK, OFFERED = "kv_transfer.connector", "kv_transfer.rank", "kv_transfer.offered_tokens."
@@ -31,8 +38,8 @@ class Row(NamedTuple):
 def tree(spans: Sequence[ReceivedSpan]) -> Tree:
     """Return the tree of the spans of one trace, siblings in order of start; errors are red.
 
-    A line has the span's start in milliseconds since the first span, its duration, its position in the whole, and its
-    main attributes. A span without its parent is a root.
+    A line has the span's start in milliseconds since the first span (in seconds from 10 s on), its duration, its
+    position in the whole, and its main attributes. A span without its parent is a root.
     """
     known = {span.span_id: span for span in spans}  # once each: a sender without an answer sends again
     by_parent = defaultdict(list)
@@ -96,38 +103,71 @@ def details(span: ReceivedSpan, above: Mapping[str, Any]) -> Iterator[str]:
             yield f"linked to trace {trace_id[:8]}"
 
 
-def lines(rows: Sequence[Row]) -> Iterator[Table]:
+def lines(rows: Sequence[Row]) -> Iterator["Line"]:
     """Yield each row as a line whose columns stand below those of the row before, however deep each is."""
     if not rows:
         return
     begin, end = min(row.span.start_ns for row in rows), max(row.span.end_ns for row in rows)
     width = max(GUIDE * row.depth + cell_len(row.title) for row in rows)
-    digits = len(milliseconds(end - begin))
     services = [str(row.span.resource.get("service.name", "")) for row in rows]
-    for row, service in zip(rows, services, strict=True):
-        span = row.span
-        start, stop = span.start_ns - begin, span.end_ns - begin
-        words = [service] * (len({*services}) > 1) + list(details(span, row.above))
+    times = [(time_of(row.span.start_ns - begin), took(row.span.end_ns - row.span.start_ns)) for row in rows]
+    widths = max(len(start) for start, _ in times), max(len(whole) for _, whole in times)
+    for row, service, both in zip(rows, services, times, strict=True):
+        words = [service] * (len({*services}) > 1) + list(details(row.span, row.above))
+        ends = row.span.start_ns - begin, row.span.end_ns - begin, end - begin
+        yield Line(row, width - GUIDE * row.depth, both, widths, ends, ", ".join(filter(None, words)))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the tree. Its times are never cut: in a narrow window the bar goes first, then its words go below."""
+
+    row: Row
+    title_width: int
+    times: tuple[str, str]
+    widths: tuple[int, int]
+    ends: tuple[int, int, int]
+    """Start and end of the span, and of the whole trace, in ns."""
+    words: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        fixed = sum(self.widths) + 2 * len(self.widths)
+        title_width = max(1, min(self.title_width, options.max_width - fixed))
+        room = options.max_width - fixed - title_width - 2
+        bar_width = min(BAR, room - 2 - WORDS)
+        if bar_width < BAR_AT_LEAST:
+            bar_width = 0
+        style = "red" if self.row.span.error else ""
         line = Table.grid(padding=(0, 2, 0, 0))
-        line.add_column(width=width - GUIDE * row.depth, no_wrap=True)
-        line.add_column(width=digits, justify="right", no_wrap=True, style="dim")
-        line.add_column(width=digits + len(" ms"), justify="right", no_wrap=True)
-        line.add_column(width=BAR, no_wrap=True, style="" if span.error else "cyan")
-        line.add_column(overflow="fold")
-        times = milliseconds(start), f"{milliseconds(stop - start)} ms", bar(start, stop, end - begin)
-        said = Text(", ".join(filter(None, words)))
-        line.add_row(Text(row.title), *times, said, style="red" if span.error else "")
+        line.add_column(width=title_width, no_wrap=True)
+        line.add_column(width=self.widths[0], justify="right", no_wrap=True, style="dim")
+        line.add_column(width=self.widths[1], justify="right", no_wrap=True)
+        cells: list[RenderableType] = [Text(self.row.title), *self.times]
+        if bar_width:
+            line.add_column(width=bar_width, no_wrap=True, style="" if style else "cyan")
+            cells.append(bar(*self.ends, bar_width))
+        if room >= WORDS:
+            line.add_column(overflow="fold")
+            cells.append(Text(self.words))
+        line.add_row(*cells, style=style)
         yield line
+        if self.words and room < WORDS:
+            yield Padding(Text(self.words, style), (0, 0, 0, 2))
 
 
-def milliseconds(ns: int) -> str:
-    """Return a time with enough digits to distinguish short calls."""
-    return f"{ns / 1e6:,.2f}"
+def time_of(ns: int) -> str:
+    """Return a time in milliseconds, with enough digits to distinguish short calls; from 10 s on in seconds."""
+    return f"{ns / 1e9:,.2f} s" if ns >= LONG_NS else f"{ns / 1e6:,.2f}"
 
 
-def bar(begin: int, end: int, whole: int) -> str:
+def took(ns: int) -> str:
+    """Return the same with its unit."""
+    return time_of(ns) if ns >= LONG_NS else f"{time_of(ns)} ms"
+
+
+def bar(begin: int, end: int, whole: int, width: int = BAR) -> str:
     """Return a bar from begin to end in a line that stands for the whole; never empty."""
-    scale = BAR / (whole or 1)
-    first = min(int(begin * scale), BAR - 1)
+    scale = width / (whole or 1)
+    first = min(int(begin * scale), width - 1)
     last = max(first + 1, round(end * scale))
     return " " * first + "█" * (last - first)

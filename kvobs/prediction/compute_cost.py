@@ -49,7 +49,7 @@ class ComputeCost:
 
     __slots__ = (
         *("_budget", "_context", "_decode", "_decodes", "_prefill", "_steps"),
-        *("decode_errors", "prefill_errors"),
+        *("decode_errors", "prefill_errors", "prefills"),
     )
 
     def __init__(self, budget: int) -> None:
@@ -57,6 +57,7 @@ class ComputeCost:
         self._decode = LinearCost((1e-7, 1e-4, 1e-5))
         self._prefill = LinearCost((1e-4, 1e-7, 1e-5), has_floor=True)
         self._steps = 0
+        self.prefills = 0  # steps with prefills that were learned from
         self._decodes = self._context = 0.0  # running means: tokens of decodes, and their context
         self.decode_errors = Errors()  # of steps that only decode
         self.prefill_errors = Errors()
@@ -79,6 +80,7 @@ class ComputeCost:
             if prefill.is_ready:
                 self.prefill_errors.note(base + prefill.expect(tokens, pairs), seconds)
             prefill.learn(tokens, pairs, seconds, base)
+            self.prefills += 1
         else:
             if decode.is_ready:
                 self.decode_errors.note(base, seconds)

@@ -182,7 +182,8 @@ HIT_TOKENS = Signal(
 )
 UNUSED_HIT_TOKENS = Signal(
     "kvobs_unused_hit_tokens_total",
-    "Tokens offered and not loaded (tokens), by reason: other_chosen, beyond the chosen connector's offer; "
+    "Tokens offered and not loaded (tokens), by reason: other_chosen, lost to a shorter offer, that "
+    "of the chosen connector; "
     "below_minimum, in an offer below min_tokens; declined by kvobs; not_taken by vLLM; not_allocated, the request "
     "ended before; aborted, it ended during the load.",
     {"reason": ("other_chosen", "below_minimum", "declined", "not_taken", "not_allocated", "aborted")},
@@ -226,6 +227,10 @@ PREFILL_SAVED = Signal(
 LOAD_WAITED = Signal(
     "kvobs_load_waited_seconds_total",
     "Time that requests waited for loads with an estimate: async from allocation to resumption, sync within the step.",
+)
+ESTIMATED_LOADS = Signal(
+    "kvobs_estimated_loads_total",
+    "Loads with an estimate of the time of computing their tokens: saved and waited time are of these.",
 )
 LOADS_SLOWER = Signal(
     "kvobs_loads_slower_than_computing_total",
@@ -343,6 +348,11 @@ CAPACITY_TOKENS = Signal(
     "kvobs_capacity_tokens",
     "Size of the connector's store, if its options state it, and all layers have full attention (tokens).",
 )
+ESTIMATE_PREFILLS = Signal(
+    "kvobs_estimate_prefills_total",
+    "Steps with prefills that the estimate of computing has learned from: while they are few, no load has an estimate.",
+    scope=Scope.PROCESS,
+)
 STEP_SECONDS = Signal(
     "kvobs_step_seconds_total",
     "Duration of the steps compared with an estimate: those that prefill, without a sync load or an encoder's input, "
@@ -446,6 +456,12 @@ SPANS_QUEUED = Signal(
     "Spans that wait in the exporter for the collector. Of the exporter only.",
     scope=Scope.EXPORTER,
 )
+
+
+def no_estimate(prefills: float) -> str:
+    """Return why loads have no estimate of the time that they saved."""
+    return f"no estimate yet: {prefills:,.0f} prefills seen"
+
 
 SIGNALS: tuple[Signal, ...] = tuple(signal for signal in list(globals().values()) if isinstance(signal, Signal))
 """All metrics."""

@@ -39,6 +39,8 @@ class LoadReport:
             "waited_s": _seconds(gain.waited_ns) if gain is not None else None,
             "saved_s": _seconds(gain.saved_ns) if gain is not None and gain.saved_ns is not None else None,
         }
+        if gain is not None and gain.saved_ns is None:
+            rendered["prefills_seen"] = gain.prefills
         if outcome == "failed":
             rendered["lost_tokens"] = load.recomputed_tokens
         if self.wrong_blocks:

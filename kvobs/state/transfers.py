@@ -163,12 +163,13 @@ class Gain(NamedTuple):
 
     ``saved_ns``: estimated time of computing its tokens; None without an estimate. ``waited_ns``: from allocation to
     the step that resumes the request; of a sync load, the time that its step waited. ``resume_ns``, of an async load:
-    the part of ``waited_ns`` after its end on all ranks.
+    the part of ``waited_ns`` after its end on all ranks. ``prefills``: how many steps the estimate has learned from.
     """
 
     saved_ns: int | None
     waited_ns: int
     resume_ns: int | None = None
+    prefills: int = 0
 
     @property
     def is_slower(self) -> bool:

@@ -19,7 +19,7 @@ COUNTS = st.integers(0, 10**6)
 NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=40)
 ROWS = st.builds(
     ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, *[AMOUNTS] * 3, MAYBE, AMOUNTS,
-    MAYBE, MAYBE, MAYBE, st.floats(0, 1), AMOUNTS, AMOUNTS, GAINS, AMOUNTS, AMOUNTS, MAYBE,
+    MAYBE, MAYBE, MAYBE, st.floats(0, 1), AMOUNTS, AMOUNTS, AMOUNTS, COUNTS, GAINS, AMOUNTS, AMOUNTS, MAYBE,
     st.none() | st.sampled_from(("0", "127")), SHARES, COUNTS, COUNTS, AMOUNTS, st.booleans(), st.none() | NAMES, MAYBE,
     st.sampled_from([state.name for state in STATES]), NAMES, AMOUNTS,
 )  # fmt: skip
@@ -36,20 +36,22 @@ SERVERS = st.lists(
 # fmt: off
 CPU = ConnectorRow(
     "0", "cpu", "OffloadingConnector", lookups_per_s=3, hit_share=0.4, loads_per_s=1.2, load_tokens_per_s=224,
-    load_bytes_per_s=919e3, save_tokens_per_s=None, unused_tokens_per_s=0, load_p50_s=0.067, load_p99_s=0.521,
-    load_mean_s=0.091, scheduler_s_per_s=0.002, load_stall_s_per_s=0.00005, save_stall_s_per_s=0, gain_s_per_s=0.04,
-    failed_loads_per_s=0, exceptions_per_s=0, skew_p99_s=0.064, slowest_rank="0", slowest_rank_share=0.67, loads_open=0,
-    saves_held=0, oldest_s=0, quarantined=False, call=None, call_s=None,
+    load_bytes_per_s=919e3, save_tokens_per_s=None, lost_to_shorter_offer_per_s=0, load_p50_s=0.067, load_p99_s=0.521,
+    load_mean_s=0.091, scheduler_s_per_s=0.002, load_stall_s_per_s=0.00005, save_stall_s_per_s=0,
+    estimated_loads_per_s=1.2, prefills_seen=90, gain_s_per_s=0.04, failed_loads_per_s=0, exceptions_per_s=0,
+    skew_p99_s=0.064, slowest_rank="0", slowest_rank_share=0.67, loads_open=0, saves_held=0, oldest_s=0,
+    quarantined=False, call=None, call_s=None,
 )
 DISK = replace(
     CPU, connector="disk", hit_share=0.27, loads_per_s=0.8, load_tokens_per_s=48, load_bytes_per_s=199e3,
-    load_p50_s=0.201, load_p99_s=0.267, load_mean_s=0.205, load_stall_s_per_s=0.0022, gain_s_per_s=-0.05,
-    skew_p99_s=None, slowest_rank=None, loads_open=1, oldest_s=0.187,
+    load_p50_s=0.201, load_p99_s=0.267, load_mean_s=0.205, load_stall_s_per_s=0.0022, estimated_loads_per_s=0.8,
+    gain_s_per_s=-0.05, skew_p99_s=None, slowest_rank=None, loads_open=1, oldest_s=0.187,
 )
 REMOTE = replace(
     CPU, connector="remote", hit_share=0.18, loads_per_s=0.54, load_tokens_per_s=79, load_bytes_per_s=323e3,
-    load_p50_s=1.6, load_p99_s=4.2, load_mean_s=1.8, load_stall_s_per_s=0.00051, gain_s_per_s=-1.2, skew_p99_s=4.2,
-    slowest_rank="1", slowest_rank_share=0.75, saves_held=1, oldest_s=1.2, exceptions_per_s=0.19, state="Slow",
+    load_p50_s=1.6, load_p99_s=4.2, load_mean_s=1.8, load_stall_s_per_s=0.00051, estimated_loads_per_s=0.54,
+    gain_s_per_s=-1.2, skew_p99_s=4.2, slowest_rank="1",
+    slowest_rank_share=0.75, saves_held=1, oldest_s=1.2, exceptions_per_s=0.19, state="Slow",
 )
 # fmt: on
 SERVER = Server(

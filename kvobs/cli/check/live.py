@@ -13,12 +13,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvobs.cli import dashboards
-from kvobs.cli.output import duration, printable
+from kvobs.cli.output import duration, printable, signed_amount
 from kvobs.cli.scrapes import NO_METRICS, PLAIN, PREFIX, EndedError, Numbers, Scrape, parse_vllm, values_of
 from kvobs.cli.top.rows import ConnectorRow, server_row
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
+from kvobs.schema.signals import no_estimate
 from kvobs.schema.verdicts import CORRUPT, FAILING, HANGS, QUARANTINED, SLOW, UNSERVED
 
 OPENMETRICS = "application/openmetrics-text"
@@ -127,6 +128,7 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
         "compiled probe": numbers.label(signals.BUILD_INFO, "native") or "?",
         "connectors": ", ".join(sorted(f"{row.connector} ({row.state})" for row in rows)) or "none yet",
         "loads": ", ".join(f"{row.connector} {_durations(row)}" for row in rows if row.load_p99_s) or "none yet",
+        "gain": ", ".join(f"{row.connector} {_gain(row)}" for row in rows if row.loads_per_s) or "no loads yet",
         **({} if has_core else {"EngineCore": "on another host, whose exporter has its numbers"}),
         "series of kvobs": f"{series.total():,}",
         "exemplars": "no OpenMetrics here" if exemplars is None else f"{exemplars:,}",
@@ -163,6 +165,13 @@ def _durations(row: ConnectorRow) -> str:
     """Return a connector's durations of loads since the engine's start."""
     p50, p99, mean = map(duration, (row.load_p50_s, row.load_p99_s, row.load_mean_s))
     return f"(p50 {p50}, p99 {p99}, mean {mean})"
+
+
+def _gain(row: ConnectorRow) -> str:
+    """Return the time that a connector's loads saved, less the waits, since the engine's start."""
+    if row.gain_s_per_s is None:
+        return f"({no_estimate(row.prefills_seen)})"
+    return f"({signed_amount(row.gain_s_per_s)} s by {row.estimated_loads_per_s:,.0f} of {row.loads_per_s:,.0f} loads)"
 
 
 def _exemplars(url: str) -> int | None:

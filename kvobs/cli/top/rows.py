@@ -26,13 +26,15 @@ class ConnectorRow:
     load_tokens_per_s: float
     load_bytes_per_s: float  # over all ranks
     save_tokens_per_s: float | None  # that it stored, added up over media; None: it does not say
-    unused_tokens_per_s: float  # that it offered and were not loaded, since another connector was chosen
+    lost_to_shorter_offer_per_s: float  # tokens beyond the offer of the connector that was chosen
     load_p50_s: float | None
     load_p99_s: float | None
     load_mean_s: float | None
     scheduler_s_per_s: float  # time that the scheduler spent in it
     load_stall_s_per_s: float  # summed over ranks, as that of saves
     save_stall_s_per_s: float
+    estimated_loads_per_s: float  # loads of which it is known what they saved
+    prefills_seen: int  # since the engine's start: so many could be learned from
     gain_s_per_s: float | None  # time that its loads saved, less the time that requests waited for them
     failed_loads_per_s: float
     exceptions_per_s: float
@@ -150,13 +152,15 @@ def _connector_row(owner: Owner, numbers: Numbers, seconds: float) -> ConnectorR
         load_tokens_per_s=numbers.total(signals.LOAD_TOKENS) / seconds,
         load_bytes_per_s=numbers.total(signals.LOAD_BYTES) / seconds,
         save_tokens_per_s=numbers.total(signals.SAVE_TOKENS) / seconds if numbers.values(signals.SAVE_TOKENS) else None,
-        unused_tokens_per_s=numbers.total(signals.UNUSED_HIT_TOKENS, reason="other_chosen") / seconds,
+        lost_to_shorter_offer_per_s=numbers.total(signals.UNUSED_HIT_TOKENS, reason="other_chosen") / seconds,
         load_p50_s=numbers.percentile(signals.LOAD_DURATION, 0.5),
         load_p99_s=numbers.percentile(signals.LOAD_DURATION, 0.99),
         load_mean_s=numbers.mean(signals.LOAD_DURATION),
         scheduler_s_per_s=_in_scheduler(numbers, "_sum") / seconds,
         load_stall_s_per_s=numbers.total(signals.LOAD_STALL, "_sum") / seconds,
         save_stall_s_per_s=numbers.total(signals.SAVE_STALL, "_sum") / seconds,
+        estimated_loads_per_s=numbers.total(signals.ESTIMATED_LOADS) / seconds,
+        prefills_seen=0,
         gain_s_per_s=gain_s / seconds if numbers.values(signals.LOAD_WAITED) else None,
         failed_loads_per_s=numbers.total(signals.LOADS, outcome="failed") / seconds,
         exceptions_per_s=numbers.total(signals.CALL_ERRORS) / seconds,
@@ -197,7 +201,7 @@ def _never_serves(row: ConnectorRow, numbers: Numbers, now: Numbers) -> bool:
 def _judge(
     row: ConnectorRow, numbers: Numbers, grown: Numbers, now: Numbers, vllm: Numbers, *, is_change: bool
 ) -> ConnectorRow:
-    """Return a row with its state, by its numbers, those of all connectors, and whether they are a change."""
+    """Return a row with its state, by its numbers and those of all connectors, and what its engine has learned."""
     engine, raised = row.engine, numbers.total(signals.CALL_ERRORS)
     in_flight = grown.total(signals.IN_FLIGHT, engine=engine)
     waits = in_flight > grown.total(signals.IN_FLIGHT, engine=engine, kind="save")
@@ -222,4 +226,5 @@ def _judge(
             "requests": vllm.sum(RUNNING, engine=engine) + vllm.sum(WAITING, engine=engine),
         }
     )
-    return replace(row, state=state.name, state_by=state_by, state_value=value)
+    prefills = int(now.total(signals.ESTIMATE_PREFILLS, engine=engine))
+    return replace(row, state=state.name, state_by=state_by, state_value=value, prefills_seen=prefills)

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kvobs.cli.output import NONE, amount, duration, integer, percent, signed_amount
 from kvobs.cli.top.rows import ConnectorRow, Server
+from kvobs.schema.signals import no_estimate
 from kvobs.schema.verdicts import HANGS, IDLE, WELL
 
 WIDTH_NARROW, WIDTH, WIDTH_AT_MOST = 68, 80, 90
@@ -38,14 +39,15 @@ MEANINGS = {
     "telemetry, errors in it": "share of the server's time that kvobs itself takes, internal errors since the start",
     "hits": "share of hits among the requests that were answered or timed out: each request counts once",
     "tokens, loads, lookups": "tokens loaded, loads that ended well, requests that were answered or timed out",
-    "bytes, unused": "bytes loaded over all ranks; tokens offered and not loaded, since another connector was chosen",
+    "bytes, lost to a shorter offer": "bytes over all ranks; tokens beyond the offer of the connector that was chosen",
     "saved": "tokens stored in memory and on disk, added up, by the connector's KV cache events; most have none",
     "load p50, p99, mean": "of loads that ended well; p50 and p99 are the middle of a bucket, within 10 %",
     "sched busy": "share of the time that the scheduler spent in calls into the connector: no step runs meanwhile",
     "stall": "time that steps waited for loads and saves, added up over ranks",
     "oldest, loads open, saves held": "open now, and the age of the oldest of both, of lookups that requests wait for, "
     "and of loaded requests that are not scheduled yet",
-    "gain": "time that computing the loaded tokens would have taken, minus the time that requests waited for the loads",
+    "gain": "time that computing the loaded tokens would have taken, minus the time that requests waited for them, "
+    "of the loads with an estimate",
     "slowest rank, skew p99": "the rank that was slowest most often, and how often; by how much the slowest rank took "
     "longer than the quickest",
     "errors": "exceptions out of the connector, and loads that failed",
@@ -74,18 +76,30 @@ def columns(*, since_start: bool, narrow: bool = False) -> list[Column]:
         Column("sched\nbusy", lambda c: of_time(c.scheduler_s_per_s), "scheduler_s_per_s"),
         Column(f"stall\n{per_s}", lambda c: duration(c.stall_s_per_s), "stall_s_per_s", stall),
         Column("oldest", lambda c: duration(c.oldest_s), "oldest_s", oldest),
-        Column("gain", lambda c: signed_amount(c.gain_s_per_s), "gain_s_per_s", "gain {}"),
+        Column("gain", lambda c: _gain(c, per_s), "gain_s_per_s", "gain: {}"),
         Column("slowest rank", _slowest, "slowest_rank_share", "slowest rank {}"),
         Column("skew p99", lambda c: duration(c.skew_p99_s), "skew_p99_s", "skew p99 {}"),
         Column("loads open", lambda c: integer(c.loads_open), "loads_open", "loads open {}"),
         Column("saves held", lambda c: integer(c.saves_held), "saves_held", "saves held {}"),
         Column("bytes", lambda c: amount(c.load_bytes_per_s), "load_bytes_per_s", f"{{}} bytes{per_s}"),
         Column("saved", lambda c: amount(c.save_tokens_per_s), "save_tokens_per_s", f"{{}} tokens{per_s} saved"),
-        Column("unused", lambda c: amount(c.unused_tokens_per_s), "unused_tokens_per_s", f"{{}} tokens{per_s} unused"),
+        Column(
+            "lost to a shorter offer",
+            lambda c: amount(c.lost_to_shorter_offer_per_s),
+            "lost_to_shorter_offer_per_s",
+            f"{{}} tokens{per_s} lost to a shorter offer",
+        ),
         Column("loads", lambda c: amount(c.loads_per_s), "loads_per_s", f"{{}} loads{per_s}"),
         Column("lookups", lambda c: amount(c.lookups_per_s), "lookups_per_s", f"{{}} lookups{per_s}"),
         Column(f"errors\n{per_s}", lambda c: amount(c.errors_per_s), "errors_per_s"),
     ]
+
+
+def _gain(row: ConnectorRow, per_s: str) -> str:
+    """Return the gain with the number of loads that it is of, or why there is none."""
+    if row.gain_s_per_s is None:
+        return no_estimate(row.prefills_seen) if row.loads_per_s else NONE
+    return f"{signed_amount(row.gain_s_per_s)} of {amount(row.estimated_loads_per_s)} loads{per_s}"
 
 
 def _slowest(row: ConnectorRow) -> str:

@@ -149,7 +149,7 @@ _COUNTED: tuple[tuple[str, Signal, str], ...] = (
     ("load_tokens", signals.LOAD_TOKENS, ""),
     ("failed_loads", signals.LOADS, "failed"),
     ("aborted_loads", signals.LOADS, "aborted"),
-    ("unused_hit_tokens", signals.UNUSED_HIT_TOKENS, "other_chosen"),
+    ("lost_to_shorter_offer", signals.UNUSED_HIT_TOKENS, "other_chosen"),
     ("promised_saves", signals.SAVES, ""),
     ("slow_calls", signals.SLOW_CALLS, ""),
 )
@@ -175,6 +175,8 @@ def _summary(counts: Mapping[int, int], errors: int) -> dict[str, int | float]:
             summary[key] = n
         if signal is signals.LOAD_TOKENS:
             summary |= _loads_ms(counts)
+    if summary.get("loads"):
+        summary |= _gain(counts)
     if errors:
         summary["errors"] = errors
     for key, signal in _WAITED:
@@ -187,6 +189,13 @@ def _total(counts: Mapping[int, int], signal: Signal, value: str = "", offset: i
     """Sum the slots at this offset of a signal's series with this label value, or of all."""
     series = (s for s in signals.SERIES[Scope.CHILD] if s.signal is signal and (not value or value in s.values))
     return sum(counts.get(s.first + offset, 0) for s in series)
+
+
+def _gain(counts: Mapping[int, int]) -> dict[str, float]:
+    """Return how many loads have an estimate, also if none has, and the time that these saved less the waits."""
+    estimated = _total(counts, signals.ESTIMATED_LOADS)
+    gain_ns = _total(counts, signals.PREFILL_SAVED) - _total(counts, signals.LOAD_WAITED)
+    return {"estimated_loads": estimated, **({"gain_ms": round(gain_ns / 1e6)} if estimated else {})}
 
 
 def _loads_ms(counts: Mapping[int, int]) -> dict[str, float]:

@@ -21,6 +21,7 @@ _TOKENS_PER_DECODE = 16  # at most, with speculative decoding
 _LEARNED_FROM = 512  # steps at the latest; usually those of a flush
 _DECODES = 4  # steps that only decode: of more, which are much alike, a few are learned from
 _STEPS = {kind: signals.slot(signals.STEP_SECONDS, kind) for kind in signals.STEP_SECONDS.labels["kind"]}
+_PREFILLS = signals.slot(signals.ESTIMATE_PREFILLS)
 _ERRORS = {kind: signals.slot(signals.STEP_ESTIMATE_ERROR, kind) for kind in signals.STEP_ESTIMATE_ERROR.labels["kind"]}
 
 
@@ -48,6 +49,7 @@ class Gains(Observer):
         self._times = StepTimes(in_flight)
         self._ended: list[tuple[int, Work]] = []  # steps that are not learned from yet
         self._learn_from = _LEARNED_FROM  # so many of them
+        self._prefills = 0  # those that are recorded
         self._resuming: dict[str, tuple[Load, int]] = {}  # requests whose load is in -> the load, when it ended
 
     def __len__(self) -> int:
@@ -85,6 +87,9 @@ class Gains(Observer):
         self._learn_from = 0
         if not goes_on:
             self._learn()
+        if new := self._cost.prefills - self._prefills:
+            self._prefills += new
+            self._recorder.count(None, _PREFILLS, new)
         for kind, errors in (("prefill", self._cost.prefill_errors), ("decode", self._cost.decode_errors)):
             if errors.observed_s:
                 observed_s, error_s = errors.take()
@@ -99,7 +104,9 @@ class Gains(Observer):
             self._resuming[request_id] = load, now_ns
             return
         waited_ns = now_ns - load.opened_ns if load.is_async else load.duration_ns
-        self._listener.load_weighed(request_id, load, Gain(self._saved_ns(load), max(0, waited_ns)))
+        self._listener.load_weighed(
+            request_id, load, Gain(self._saved_ns(load), max(0, waited_ns), None, self._cost.prefills)
+        )
 
     def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
         """Weigh the load of a request that is scheduled again."""
@@ -108,7 +115,8 @@ class Gains(Observer):
             return
         load, ended_ns = resumed
         now_ns = wall_ns()
-        gain = Gain(self._saved_ns(load), max(0, now_ns - load.opened_ns), max(0, now_ns - ended_ns))
+        waited_ns, resume_ns = max(0, now_ns - load.opened_ns), max(0, now_ns - ended_ns)
+        gain = Gain(self._saved_ns(load), waited_ns, resume_ns, self._cost.prefills)
         self._listener.load_weighed(request_id, load, gain)
 
     def request_ended(self, request: ObservedRequest) -> None:

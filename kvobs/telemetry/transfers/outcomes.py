@@ -17,6 +17,7 @@ _RECOMPUTED = signals.slot(signals.RECOMPUTED_TOKENS)
 _ABORTED = signals.slot(signals.UNUSED_HIT_TOKENS, "aborted")
 _PREFILL_SAVED = signals.slot(signals.PREFILL_SAVED)
 _LOAD_WAITED = signals.slot(signals.LOAD_WAITED)
+_ESTIMATED = signals.slot(signals.ESTIMATED_LOADS)
 _SLOWER = signals.slot(signals.LOADS_SLOWER)
 _SAVED, _ABANDONED = (signals.slot(signals.SAVES, outcome) for outcome in ("ok", "abandoned"))
 _FAILED_SYNC = signals.slot(signals.FAILED_SYNC_LOADS)
@@ -85,6 +86,7 @@ class Outcomes(Observer):
         if gain.resume_ns is not None:
             self._recorder.observe(load.child, signals.LOAD_RESUME_DELAY, gain.resume_ns)
         if gain.saved_ns is not None:
+            self._recorder.count(load.child, _ESTIMATED)
             self._recorder.count(load.child, _PREFILL_SAVED, gain.saved_ns)
             self._recorder.count(load.child, _LOAD_WAITED, gain.waited_ns)
             self._recorder.count(load.child, _SLOWER, int(gain.is_slower))

@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,10 @@ kvobs_load_duration_seconds_sum{connector="cpu",engine="0",mode="sync",model_nam
 kvobs_load_stall_seconds_sum{connector="cpu",engine="0",model_name="tiny"} 0.5
 kvobs_save_stall_seconds_sum{connector="cpu",engine="0",model_name="tiny"} 0.25
 kvobs_save_stall_seconds_sum{connector="disk",engine="0",model_name="tiny"} 54.321
+kvobs_prefill_saved_seconds_total{connector="cpu",engine="0",model_name="tiny"} 0.9
+kvobs_load_waited_seconds_total{connector="cpu",engine="0",model_name="tiny"} 0.4
+kvobs_estimated_loads_total{connector="cpu",engine="0",model_name="tiny"} 3.0
+kvobs_estimate_prefills_total{engine="0",model_name="tiny"} 5.0
 kvobs_load_tokens_created{connector="cpu",engine="0",model_name="tiny"} 1.7e+09
 vllm:kv_offload_load_bytes_total{connector="cpu",engine="0",model_name="tiny"} 99.0
 vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"} 350.0
@@ -214,15 +219,22 @@ def test_the_report_counts_the_growth_of_each_child() -> None:
     readings = parse_metrics(BEFORE), parse_metrics(AFTER)
     cpu, disk, other = (report.totals_of(name, *readings) for name in ("cpu", "disk", "s3"))
     assert cpu == report.ConnectorTotals(
-        "cpu", lookups={"hit": 15, "miss": 4, "pending": 0, "timeout": 0, "not_read": 0}, offered=4096, unused=0,
-        loads={"ok": 4, "failed": 0, "aborted": 2}, loaded=3968, load_s=0.08, waited_s=0.75,
+        "cpu", lookups={"hit": 15, "miss": 4, "pending": 0, "timeout": 0, "not_read": 0}, offered=4096, lost=0,
+        loads={"ok": 4, "failed": 0, "aborted": 2}, loaded=3968, load_s=0.08, load_stall_s=0.5, save_stall_s=0.25,
+        saved_s=0.9, waited_s=0.4, estimated=3,
     )  # fmt: skip
     assert cpu.load_ms == 20
-    assert (cpu.asked, disk.asked, disk.offered, disk.unused, disk.loaded) == (19, 0, 2048, 64, 0)
+    assert (cpu.asked, disk.asked, disk.offered, disk.lost, disk.loaded) == (19, 0, 2048, 64, 0)
     assert (other.asked, other.offered, other.loaded, other.load_ms) == (0, 0, 0, 0)
     assert report.time_line([cpu, disk]) == (
-        "Time: cpu 20 ms per load, 750 ms of waiting in model steps; disk 54,321 ms of waiting in model steps."
+        "Time: cpu 20 ms per load, model steps waited 500 ms for its loads and 250 ms for its saves; "
+        "disk model steps waited 0 ms for its loads and 54,321 ms for its saves."
     )
+    assert report.gain_line([cpu, replace(cpu, name="remote", estimated=0), disk], report.prefills(readings[1])) == (
+        "Gain: cpu saved 0.90 s, requests waited 0.40 s (3 of 4 loads have an estimate); "
+        "remote no estimate yet: 5 prefills seen."
+    )
+    assert report.gain_line([disk], 5) == ""
 
 
 def test_the_report_says_where_prompt_tokens_came_from() -> None:
@@ -258,7 +270,7 @@ def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
     assert "…" not in text
     assert all(word in text for word in ("yet", "failed"))
     quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 0) | {"hit": 1, "miss": 1}, 1, 0,
-                          dict.fromkeys(("ok", "failed", "aborted"), 0), 1, 0, 0)]  # fmt: skip
+                          dict.fromkeys(("ok", "failed", "aborted"), 0), 1, 0, 0, 0)]  # fmt: skip
     assert not any(word in shown(quiet) for word in ("yet", "timed", "failed")), "columns that nobody needs"
 
 

@@ -1,5 +1,6 @@
 """A trace as the demo shows it, character by character."""
 
+import re
 from typing import Any
 
 import pytest
@@ -48,13 +49,13 @@ def test_a_loaded_request_reads_from_cause_to_effect() -> None:
         shown(*LOADED)
         == """\
 trace 4bf92f3577b34da6a3ce929d0e0e4736  cmpl-1-0
-├── llm_request                     0.00  67.00 ms  ████████████████
-├── kv.lookup                       0.40   2.70 ms  █                 offered: cpu 1,864 disk 0
-└── kv.load cpu                     3.20  20.80 ms  ██████            1,864 tokens, 1.8 MB, async,
-                                                                      ok, rank 1 last by 12.1 ms
-    ├── kv.load.rank 0              4.10   6.90 ms  ███
-    └── kv.load.rank 1              4.20  18.90 ms   █████
-        └── kv.call start_load_kv   4.20  18.30 ms   ████             sampled: slow"""
+├── llm_request                    0.00  67.00 ms  ████████████████
+├── kv.lookup                      0.40   2.70 ms  █                 offered: cpu 1,864 disk 0
+└── kv.load cpu                    3.20  20.80 ms  ██████            1,864 tokens, 1.8 MB, async,
+                                                                     ok, rank 1 last by 12.1 ms
+    ├── kv.load.rank 0             4.10   6.90 ms  ███
+    └── kv.load.rank 1             4.20  18.90 ms   █████
+        └── kv.call start_load_kv  4.20  18.30 ms   ████             sampled: slow"""
     )
     assert shown(*reversed(LOADED), *LOADED) == shown(*LOADED), "order of arrival and repeats change nothing"
 
@@ -83,15 +84,48 @@ def test_spans_of_several_services_say_which_and_what_they_link_to() -> None:
              kv_tokens=300, kv_outcome="failed", links=links),
     ) == """\
 trace 4bf92f3577b34da6a3ce929d0e0e4736  a-0, b-0
-└── kv.lookup             0.00      1.00 ms  █                 P
-    └── kv.load nixl      1.00  1,039.50 ms  ████████████████  D, 300 tokens, failed, linked to
-                                                               trace abababab"""  # fmt: skip
+└── kv.lookup         0.00      1.00 ms  █                 P
+    └── kv.load nixl  1.00  1,039.50 ms  ████████████████  D, 300 tokens, failed, linked to trace
+                                                           abababab"""  # fmt: skip
 
 
 def test_a_span_without_its_parent_names_its_connector_and_no_span_is_no_line() -> None:
     orphan = span("kv.load.rank", 5, 3, 4.1, 11, kv_connector="cpu", kv_rank=0)
     assert shown(orphan).splitlines()[1].startswith("└── kv.load.rank 0 cpu  ")
     assert shown() == "trace"
+
+
+ISOLATED = [
+    span("llm_request", 1, CLIENT, 0, 10_120.26, attributes=REQUEST),
+    span("kv.load cpu", 3, 1, 7.35, 10_009.11, kv_connector="cpu", kv_tokens=896, kv_bytes=1_769_472, kv_mode="async",
+         kv_outcome="failed", attributes=REQUEST, error=True),
+    span("kv.call update_state_after_alloc", 4, 3, 10_008, 10_009.25, kv_connector="cpu", kv_rank=1, error=True,
+         attributes={"error.type": "TimeoutError"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", range(36, 121))
+def test_times_are_never_cut_and_words_have_a_place(width: int) -> None:
+    text = shown(*ISOLATED, width=width)
+    for time in ("10.12 s", "7.35", "10.00 s", "10.01 s", "1.25 ms"):
+        assert re.search(rf"(^|\s){re.escape(time)}(\s|$)", text, re.MULTILINE), text
+    folded = re.sub(r"[\s│]", "", text)
+    assert "failed" in folded
+    assert "TimeoutError" in folded
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_narrow_window_has_no_bars() -> None:
+    assert (
+        shown(*ISOLATED, width=72)
+        == """\
+trace 4bf92f3577b34da6a3ce929d0e0e4736  cmpl-1-0
+└── llm_request                                         0.00  10.12 s
+    └── kv.load cpu                                     7.35  10.00 s
+          896 tokens, 1.8 MB, async, failed
+        └── kv.call update_state_after_alloc rank 1  10.01 s  1.25 ms
+              TimeoutError"""
+    )
 
 
 @pytest.mark.parametrize(

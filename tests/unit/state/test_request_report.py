@@ -53,22 +53,27 @@ def test_report_of_a_request_that_loads() -> None:
     }
 
 
+TIMES = ("duration_s", "waited_s", "saved_s", "lost_tokens", "prefills_seen")
+
+
 def rendered(report: RequestReport) -> dict[str, Any]:
     (found,) = report.rendered(NAMES)["loads"]
-    return {key: found.get(key) for key in ("outcome", "duration_s", "waited_s", "saved_s", "lost_tokens")}
+    return {key: found.get(key) for key in ("outcome", *TIMES)}
 
 
 def test_a_load_is_open_until_the_ranks_reports_were_read() -> None:
     report, mine = RequestReport(200), load(is_async=False)
     report.admitted(mine)
-    nothing = dict.fromkeys(("duration_s", "waited_s", "saved_s", "lost_tokens"))
+    nothing = dict.fromkeys(TIMES)
     assert rendered(report) == {"outcome": "open", **nothing}
     assert report.awaits is mine
     report.load_ended(in_after(12, mine))
     assert rendered(report) == {"outcome": "ok", **nothing, "duration_s": 0.012}
     assert report.awaits is None
-    report.load_weighed(mine, Gain(None, 12 * MS))
-    assert rendered(report) == {"outcome": "ok", **nothing, "duration_s": 0.012, "waited_s": 0.012}
+    report.load_weighed(mine, Gain(None, 12 * MS, prefills=3))
+    assert rendered(report) == {
+        "outcome": "ok", **nothing, "duration_s": 0.012, "waited_s": 0.012, "prefills_seen": 3,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("lost", "reported"), [(None, 64), (16, 16)])
@@ -77,8 +82,8 @@ def test_a_failed_load_has_lost_tokens(lost: int | None, reported: int) -> None:
     report.admitted(mine)
     report.load_ended(in_after(5, mine))
     report.load_weighed(mine, Gain(0, 5 * MS))
-    expected = {"outcome": "failed", "duration_s": 0.005, "waited_s": 0.005, "saved_s": 0.0, "lost_tokens": reported}
-    assert rendered(report) == expected
+    expected = {"duration_s": 0.005, "waited_s": 0.005, "saved_s": 0.0, "lost_tokens": reported, "prefills_seen": None}
+    assert rendered(report) == {"outcome": "failed", **expected}
 
 
 @pytest.mark.parametrize(("by_error", "outcome"), [(False, "aborted"), (True, "failed")])

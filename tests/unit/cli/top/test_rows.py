@@ -43,7 +43,12 @@ def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
     cpu, disk = server.connectors
     assert (cpu.engine, cpu.connector, cpu.connector_class) == ("0", "cpu", "MeteredConnector")
     assert (cpu.lookups_per_s, cpu.hit_share, cpu.loads_per_s, cpu.load_tokens_per_s) == (4, 6 / 8, 2, 1024)
-    assert (cpu.load_bytes_per_s, cpu.unused_tokens_per_s, disk.load_bytes_per_s, disk.unused_tokens_per_s) == (
+    assert (
+        cpu.load_bytes_per_s,
+        cpu.lost_to_shorter_offer_per_s,
+        disk.load_bytes_per_s,
+        disk.lost_to_shorter_offer_per_s,
+    ) == (
         5 * 10**8,
         0,
         0,

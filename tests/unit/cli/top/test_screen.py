@@ -97,6 +97,14 @@ def test_names_are_cut_before_numbers() -> None:
     assert any(line.startswith("日本 語 ") for line in lines)
 
 
+def test_a_gain_has_the_number_of_its_loads_or_why_there_is_none() -> None:
+    rows = (CPU, replace(CPU, gain_s_per_s=None), replace(CPU, gain_s_per_s=None, loads_per_s=0))
+    texts = [" ".join(shown([replace(SERVER, connectors=(row,))], 200)) for row in rows]
+    assert "gain: 0.04 of 1.2 loads/s" in texts[0]
+    assert "gain: no estimate yet: 90 prefills seen" in texts[1]
+    assert "gain" not in texts[2]
+
+
 def test_reuse_is_below_a_single_server() -> None:
     server = replace(SERVER, seen_share=0.4, half_within_tokens=131_072, local_cache_tokens=524_288)
     text = "40 % of the prompts' tokens were used before, half of them within 131k tokens; vLLM's own cache has 524k"

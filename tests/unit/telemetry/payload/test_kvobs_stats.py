@@ -176,10 +176,27 @@ def test_a_busy_child_in_a_few_numbers() -> None:
     recorder.observe(1, signals.LOAD_STALL, 12_400_000)
     recorder.observe(1, signals.SAVE_STALL, 400_000)
     recorder.timed(0, "wait_for_save", lambda: None)()
-    counted = {"lookups": 8, "hits": 3, "loads": 3, "load_tokens": 640, "failed_loads": 1, "errors": 1}
+    counted: dict[str, float] = {
+        "lookups": 8,
+        "hits": 3,
+        "loads": 3,
+        "load_tokens": 640,
+        "failed_loads": 1,
+        "errors": 1,
+    }
     shown = summary(recorder, "idle", "busy")
-    assert shown == {"busy": {**counted, "load_mean_ms": 3.0, "load_p99_ms": 3.01, "load_wait_ms": 12}}
+    counted |= {"errors": 1, "load_mean_ms": 3.0, "load_p99_ms": 3.01, "estimated_loads": 0, "load_wait_ms": 12}
+    assert shown == {"busy": counted}
     assert [*shown["busy"]][3:6] == ["load_tokens", "load_mean_ms", "load_p99_ms"]
+
+
+def test_a_gain_is_logged_with_the_number_of_its_loads() -> None:
+    recorder = Recorder(1)
+    recorder.count(0, slot(signals.LOADS, "async", "ok"), 3)
+    recorder.count(0, slot(signals.ESTIMATED_LOADS), 2)
+    recorder.count(0, slot(signals.PREFILL_SAVED), 5 * 10**8)
+    recorder.count(0, slot(signals.LOAD_WAITED), 7 * 10**8)
+    assert summary(recorder, "c") == {"c": {"loads": 3, "estimated_loads": 2, "gain_ms": -200}}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +223,7 @@ COUNTED = [
     *((signals.LOADS, (mode, "failed"), {"failed_loads"}) for mode in ("async", "sync")),
     *((signals.LOADS, (mode, "aborted"), {"aborted_loads"}) for mode in ("async", "sync")),
     (signals.LOAD_TOKENS, (), {"load_tokens"}),
-    (signals.UNUSED_HIT_TOKENS, ("other_chosen",), {"unused_hit_tokens"}),
+    (signals.UNUSED_HIT_TOKENS, ("other_chosen",), {"lost_to_shorter_offer"}),
     (signals.UNUSED_HIT_TOKENS, ("aborted",), set()),
     *((signals.SAVES, (outcome,), {"promised_saves"}) for outcome in signals.SAVES.labels["outcome"]),
     (signals.SLOW_CALLS, ("wait_for_save",), {"slow_calls"}),
@@ -218,7 +235,8 @@ COUNTED = [
 def test_each_count_is_under_its_keys_only(signal: signals.Signal, values: tuple[str, ...], keys: set[str]) -> None:
     recorder = Recorder(2)
     recorder.count(0, slot(signal, *values), 7)
-    assert summary(recorder, "one", "two") == ({"one": dict.fromkeys(keys, 7)} if keys else {})
+    none = {"estimated_loads": 0} if "loads" in keys else {}
+    assert summary(recorder, "one", "two") == ({"one": {**dict.fromkeys(keys, 7), **none}} if keys else {})
 
 
 @pytest.mark.parametrize(

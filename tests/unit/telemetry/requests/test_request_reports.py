@@ -175,7 +175,7 @@ def test_report_of_an_async_load(make: Make, a: Script, b: Script) -> None:
     assert {"asked": True, **line} == engine.report()
     load = dict(load)
     times = {key: load.pop(key) for key in ("duration_s", "waited_s", "saved_s")}
-    assert load == {"connector": "one", "tokens": 2 * BLOCK, "mode": "async", "outcome": "ok"}
+    assert load == {"connector": "one", "tokens": 2 * BLOCK, "mode": "async", "outcome": "ok", "prefills_seen": 0}
     assert times["saved_s"] is None, "nothing is known yet of what computing costs"
 
 

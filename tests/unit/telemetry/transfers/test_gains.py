@@ -110,7 +110,7 @@ def test_before_there_is_an_estimate_only_the_wait_is_known(monkeypatch: pytest.
     engine.now_ns += MS
     engine.gains.load_ended("r", load)
     engine.resume("r")
-    assert engine.weighed == [("r", Gain(None, MS, 0))]
+    assert engine.weighed == [("r", Gain(None, MS, 0, prefills=0))]
     assert not engine.weighed[0][1].is_slower
 
 
@@ -138,6 +138,7 @@ def test_the_error_of_the_estimate_is_recorded(engine: Engine) -> None:
     engine.step(1000, more_ns=45 * MS)
     engine.gains.flush()
     taken = engine.recorder.take().counts
+    assert taken[signals.slot(signals.ESTIMATE_PREFILLS)] == 1
     assert counts(signals.STEP_SECONDS) == 150 * MS
     assert counts(signals.STEP_ESTIMATE_ERROR) == pytest.approx(45 * MS, rel=0.05)
     for learned in (0, 2 * 150 * MS):  # by the step after a flush

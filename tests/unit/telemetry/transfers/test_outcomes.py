@@ -95,14 +95,14 @@ def test_a_save_done_before_its_promise_was_held_for_no_time_and_an_open_one_is_
 @pytest.mark.parametrize(
     ("gain", "counts"),
     [
-        (Gain(None, 9, 4), (4, 0, 0, 0)), (Gain(9, 7, 4), (4, 9, 7, 0)), (Gain(7, 9), (0, 7, 9, 1)),
-        (Gain(0, 0), (0, 0, 0, 0)),
+        (Gain(None, 9, 4), (4, 0, 0, 0, 0)), (Gain(9, 7, 4), (4, 1, 9, 7, 0)), (Gain(7, 9), (0, 1, 7, 9, 1)),
+        (Gain(0, 0), (0, 1, 0, 0, 0)),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_load_counts_with_what_it_saved_and_how_long_its_request_waited(gain: Gain, counts: tuple[int, ...]) -> None:
-    names = ("load_resume_delay_seconds", "prefill_saved_seconds_total", "load_waited_seconds_total")
+    names = ("load_resume_delay_seconds", "estimated_loads_total", "prefill_saved_seconds_total")
     counted = Counted(2)
     counted.outcomes.load_weighed("r", Load(1, 32, True, 1), gain)
-    expected = zip((*names, "loads_slower_than_computing_total"), counts, strict=True)
+    expected = zip((*names, "load_waited_seconds_total", "loads_slower_than_computing_total"), counts, strict=True)
     assert counted.counts() == {(1, f"kvobs_{name}"): n for name, n in expected if n}
