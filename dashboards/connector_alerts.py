@@ -23,7 +23,7 @@ CONNECTORS = (
               group by (__cluster__, job, connector, instance, model_name, engine) (
                 connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
                 and ignoring (index, class, role, load_policy, failure_policy)
-                  kvobs_connector_info{failure_policy="fail"}
+                  last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
               )
             )
             / count by (__cluster__, job, connector) (
@@ -35,7 +35,7 @@ CONNECTORS = (
               group by (__cluster__, job, connector, instance, model_name, engine) (
                 connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
                 and ignoring (index, class, role, load_policy, failure_policy)
-                  kvobs_connector_info{failure_policy="fail"}
+                  last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
               )
             ) >= __few_failing_engines__
         """,
@@ -133,18 +133,22 @@ CONNECTORS = (
         about=CONNECTOR,
         board="kvobs-connector",
         # The counter shows that it began. The alert goes on, and does not begin, while the oldest transfer began before
-        # that quarter of an hour: a later one, or one after a restart, is another.
+        # that quarter of an hour: a later one, or one after a restart, is another. A missed scrape ends no series here.
+        # The sum has no name, which the two have.
         expr="""
-            connector_rank:kvobs_stuck_transfers:increase15m > 0
-            or (
-              kvobs_stuck_transfers_total
-              and ignoring (alertname, alertstate, severity)
-                ALERTS{alertname="KvobsStuckTransfers",alertstate="firing"}
-              and ignoring (rank) max without (kind) (kvobs_oldest_in_flight_seconds{kind=~"load|save"}) > 900
-            )
+            last_over_time((
+              0 + (
+                connector_rank:kvobs_stuck_transfers:increase15m > 0
+                or (
+                  kvobs_stuck_transfers_total
+                  and ignoring (alertname, alertstate, severity)
+                    ALERTS{alertname="KvobsStuckTransfers",alertstate="firing"}
+                  and ignoring (rank) max without (kind) (kvobs_oldest_in_flight_seconds{kind=~"load|save"}) > 900
+                )
+              )
+            )[90s:30s])
         """,
         hold="1m",
-        keep="1m",
         summary="A rank has not reported transfers that other ranks finished.",
         description="Rank {{ $labels.rank }} has not reported {{ $value | humanize }} transfers of {connector} that "
         "other ranks finished more than `stuck_after_s` ago, in the last fifteen minutes or longer ago and still "
@@ -159,7 +163,7 @@ CONNECTORS = (
               group by (__cluster__, job, connector, instance, model_name, engine) (
                 connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
                 unless ignoring (index, class, role, load_policy, failure_policy)
-                  kvobs_connector_info{failure_policy="fail"}
+                  last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
               )
             )
             / count by (__cluster__, job, connector) (
@@ -171,7 +175,7 @@ CONNECTORS = (
               group by (__cluster__, job, connector, instance, model_name, engine) (
                 connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
                 unless ignoring (index, class, role, load_policy, failure_policy)
-                  kvobs_connector_info{failure_policy="fail"}
+                  last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
               )
             ) >= __few_failing_engines__
         """,
@@ -254,33 +258,34 @@ CONNECTORS = (
         severity=Severity.WARNING,
         about=CONNECTOR,
         board="kvobs-connector",
+        # A missed scrape ends no series here: the alert stays pending, or fires on.
         expr="""
-            sum without (hook, error_type) (
-              kvobs_call_errors_total
-              and (
-                timestamp(kvobs_call_errors_total)
-                >= ignoring (connector, hook, error_type) group_left () timestamp(kvobs_start_time_seconds)
-              )
-              and (
+            last_over_time((
+              sum without (hook, error_type) (
                 kvobs_call_errors_total
-                and ignoring (connector, hook, error_type) (
-                  kvobs_start_time_seconds > time() - 900
-                  or kvobs_start_time_seconds > min_over_time(kvobs_start_time_seconds[15m])
+                and (
+                  timestamp(kvobs_call_errors_total)
+                  >= ignoring (connector, hook, error_type) group_left () timestamp(kvobs_start_time_seconds)
                 )
-                or count_over_time(kvobs_call_errors_total[15m])
-                < ignoring (connector, hook, error_type) group_left () count_over_time(kvobs_start_time_seconds[15m])
-              )
-              or increase(kvobs_call_errors_total[15m])
-              and ignoring (connector, hook, error_type) (
-                kvobs_start_time_seconds == min_over_time(kvobs_start_time_seconds[15m])
-              )
-            ) > 0
+                and (
+                  kvobs_call_errors_total
+                  and ignoring (connector, hook, error_type) (
+                    kvobs_start_time_seconds > time() - 900
+                    or kvobs_start_time_seconds > min_over_time(kvobs_start_time_seconds[15m])
+                  )
+                  or count_over_time(kvobs_call_errors_total[15m])
+                  < ignoring (connector, hook, error_type) group_left () count_over_time(kvobs_start_time_seconds[15m])
+                )
+                or increase(kvobs_call_errors_total[15m])
+                and ignoring (connector, hook, error_type) (
+                  kvobs_start_time_seconds == min_over_time(kvobs_start_time_seconds[15m])
+                )
+              ) > 0
+            )[90s:30s])
         """,
         hold="1m",
-        keep="1m",
         summary="A KV connector raises exceptions.",
-        description="{connector} raised {{ $value | humanize }} exceptions in the last fifteen minutes. If it is not "
-        "in the option isolate, one exception can end the engine.",
+        description="{connector} raised {{ $value | humanize }} exceptions in the last fifteen minutes.",
     ),
     Alert(
         name="KvobsLoadsHideFailures",
@@ -290,7 +295,7 @@ CONNECTORS = (
         # The connectors' own metrics, which may be of another target on the same host.
         expr="""
             label_replace(
-              group without (version, vllm_version, native) (kvobs_build_info),
+              group without (version, vllm_version, native) (last_over_time(kvobs_build_info[2m])),
               "host", "$1", "instance", "(.+?)(:[0-9]+)?"
             )
             * on (__cluster__, host, model_name, engine) group_left () (
@@ -424,7 +429,7 @@ CONNECTORS = (
         expr="""
             connector_rank:kvobs_slowest_rank:ratio_rate15m
               > ignoring (rank) group_left () (
-                __rank_lead__ + 1 / clamp_min(count without (rank) (kvobs_slowest_rank_total), 2)
+                __rank_lead__ + 1 / clamp_min(count without (rank) (last_over_time(kvobs_slowest_rank_total[15m])), 2)
               )
             and ignoring (rank) connector:kvobs_rank_skew_seconds:mean_rate15m > __rank_skew_s__
             and ignoring (rank) sum without (rank) (increase(kvobs_slowest_rank_total[15m])) >= __few_transfers__
@@ -484,8 +489,10 @@ CONNECTORS = (
                 > __loadable_share__
             )
             and ignoring (index, class, role, load_policy, failure_policy)
-              kvobs_connector_info{{role="kv_both",class!~"{SERVES_OTHERS}"}}
-            and sum without (outcome) (kvobs_lookups_total{{outcome=~"hit|miss"}} offset {UNSERVED_H}h)
+              last_over_time(kvobs_connector_info{{role="kv_both",class!~"{SERVES_OTHERS}"}}[2m])
+            and sum without (outcome) (
+              last_over_time(kvobs_lookups_total{{outcome=~"hit|miss"}}[2m] offset {UNSERVED_H}h)
+            )
             unless (
               increase(kvobs_admitted_tokens_total[{UNSERVED_H}h])
               or (kvobs_admitted_tokens_total unless kvobs_admitted_tokens_total offset {UNSERVED_H}h)

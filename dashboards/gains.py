@@ -14,7 +14,7 @@ def gains() -> Section:
     return Section(
         "Gain: time that loads save, time that requests wait for them",
         [
-            (8, [(4, net_gain()), (10, _net()), (10, _saved())]),
+            (8, [(4, net_gain()), (4, _seen()), (8, _net()), (8, _saved())]),
             (8, [(6, _slower()), (6, _lost()), (6, _tiers()), (6, _error())]),
         ],
         collapsed=True,
@@ -38,6 +38,21 @@ def net_gain() -> Panel:
         unit="percentunit",
         verdict=looks.NET_GAIN,
         least=None,
+    )
+
+
+def _seen() -> Panel:
+    return number(
+        "Prefills seen",
+        About(
+            "Steps with prefills from which the estimate of computing has learned since the engines' start.",
+            "A handful for each engine is too few: its loads have no estimate, and no gain.",
+            "Wait, or send prompts that nothing has: where the cache works best, hardly anything is computed.",
+            "A load of more than four times the tokens of the largest prefill has no estimate either.",
+        ),
+        Query(SELECTION.gauge(signals.ESTIMATE_PREFILLS)),
+        unit="short",
+        empty=looks.NO_DATA,
     )
 
 
@@ -73,14 +88,16 @@ def _saved() -> Panel:
 
 def _slower() -> Panel:
     return lines(
-        "Loads that took longer than computing (share)",
+        "Loads that took longer than computing (share; dashed: with an estimate)",
         About(
-            "Share of loads for which requests waited longer than computing the same tokens would have taken.",
+            "Share of loads for which requests waited longer than computing the same tokens would have taken, and of "
+            "loads with an estimate of that (dashed).",
             "0: every load pays. Above a half: most loads of this connector delay their requests.",
             "Compare load durations with the tokens of a load: small loads rarely pay.",
             "A load that fails does not pay. Loads without an estimate count as if they paid.",
         ),
-        of_connector(questions.slower_share("connector")),
+        of_connector(questions.slower_share("connector"), "slower"),
+        of_connector(questions.estimated_share("connector"), "estimated", dashed=True),
         unit="percentunit",
     )
 

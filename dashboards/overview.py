@@ -13,7 +13,6 @@ from dashboards.panels import About, Panel, Query, lines, number, of_connector, 
 from dashboards.promql import worst
 from dashboards.questions import SELECTION, by_connector, by_engine, worst_engine
 from dashboards.reuse import curve
-from dashboards.scheduling import scheduler_time
 from dashboards.tables import Column, rows
 from kvobs.schema import signals, verdicts
 
@@ -34,7 +33,7 @@ def overview() -> Board:
                 "",
                 [
                     (4, [(4, tile) for tile in _worst()]),
-                    (4, list(zip((5, 5, 5, 5, 4), _effects(), strict=True))),
+                    (4, [(4, tile) for tile in _effects()]),
                     (6, [(24, _connectors())]),
                     (8, [(14, engines()), (10, firing_alerts())]),
                 ],
@@ -43,7 +42,7 @@ def overview() -> Board:
                 "Over time",
                 [
                     (9, [(8, _failing()), (8, _slow()), (8, _ttft())]),
-                    (9, [(8, scheduler_time()), (8, _loaded_share()), (8, _open())]),
+                    (9, [(8, _hits()), (8, _loaded_share()), (8, _open())]),
                 ],
             ),
             Section("Reuse: what a cache could serve", [(9, [(24, curve())])], collapsed=True),
@@ -59,14 +58,15 @@ def _worst() -> list[Panel]:
         number(
             "Alerts",
             About(
-                "How many alerts of kvobs fire.",
-                "'none' is normal. Alerts wait before they fire: the other tiles change their colour earlier.",
+                "How many alerts of kvobs fire, by severity.",
+                "'none' is normal, red is critical. Alerts wait before they fire: other tiles change colour earlier.",
                 "See which in the table of alerts below, and open the runbook at the alert's name.",
                 "Prometheus must evaluate kvobs's rules: without them none fires.",
             ),
-            Query(questions.alerts_firing()),
+            Query(questions.alerts_firing(), "{{severity}}"),
             unit="short",
             verdict=looks.ANY_IS_WARNING,
+            verdicts={"critical": looks.ANY_IS_BAD, "info": looks.PLAIN},
             words=looks.NONE_FIRE,
         ),
         number(
@@ -156,6 +156,21 @@ def _effects() -> list[Panel]:
             Query(questions.engines_failing()),
             unit="percentunit",
             verdict=looks.ENGINES_FAILING,
+        ),
+        number(
+            "Wrong bytes",
+            About(
+                "Blocks that a connector has loaded with wrong bytes since its engine's start, of the connector and "
+                "engine with the most.",
+                "Red: answers may be wrong. 'none': no such block was found.",
+                "See KvobsCorruptLoads in the runbook: take the connector out, restart, clear its store.",
+                "Only with the option verify.share, and of the blocks that it compares: 'none' is no proof.",
+            ),
+            Query(questions.none_if_empty(worst(questions.wrong_blocks(*by_engine))), NAMED),
+            unit="short",
+            verdict=looks.ANY_IS_BAD,
+            words=looks.NONE_FIRE,
+            empty=looks.NO_DATA,
         ),
         number(
             "Quarantined",
@@ -301,6 +316,20 @@ def _ttft() -> Panel:
         of_connector(SELECTION.quantile(0.95, signals.LOAD_DURATION, *by_connector), "load"),
         of_connector(SELECTION.quantile(0.95, signals.LOAD_STALL, *by_connector), "steps blocked", dashed=True),
         unit="s",
+    )
+
+
+def _hits() -> Panel:
+    return lines(
+        "Hit share by connector",
+        About(
+            "Share of hits among the requests that each connector has answered.",
+            "It follows the traffic. A fall after a restart or a version is a cache that lost what it had.",
+            "Compare with the curve of the row Reuse: what a larger cache would serve.",
+            "A hit is an offer: another connector may have loaded instead.",
+        ),
+        of_connector(questions.hit_share(*by_connector)),
+        unit="percentunit",
     )
 
 

@@ -89,34 +89,37 @@ def number(
     *,
     unit: str,
     verdict: board.ThresholdsConfig = looks.PLAIN,
+    verdicts: Mapping[str, board.ThresholdsConfig] | None = None,
     words: dict[int, tuple[str, str]] | None = None,
     empty: str = looks.NO_TRAFFIC,
     least: float | None = 0,
 ) -> Panel:
-    """Return one number and its colour: the connector's name above it where the query has a legend, else its course."""
-    target = _target(query, 0)
+    """Return one number as it is now, and its colour: a series' name above it where the query has a legend.
+
+    ``verdicts`` are the colours of series with these names. The last value of a course may be of an engine that ended.
+    """
     panel = (
         stat.Panel()
         .title(title)
         .description(about.text([query.expr]))
         .datasource(PROMETHEUS)
-        .with_target(target.instant() if query.legend else target.range())
+        .with_target(_target(query, 0).instant())
+        .interval(VERDICT_WINDOW)
         .unit(unit)
         .no_value(empty)
         .mappings([looks.not_a_number(empty), *([looks.map_values(words)] if words else [])])
         .thresholds(verdict)
         .color_scheme(board.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
         .color_mode(common.BigValueColorMode.BACKGROUND_SOLID if query.legend else common.BigValueColorMode.VALUE)
-        .graph_mode(common.BigValueGraphMode.NONE if query.legend else common.BigValueGraphMode.AREA)
+        .graph_mode(common.BigValueGraphMode.NONE)
         .text_mode(common.BigValueTextMode.VALUE_AND_NAME if query.legend else common.BigValueTextMode.VALUE)
         .justify_mode(common.BigValueJustifyMode.CENTER)
         .wide_layout(False)
         .reduce_options(build.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     )
-    if least is not None:
-        panel.min(least)
-    # A course may not have it: Grafana would end it at a multiple of the window, which may be long ago.
-    return panel.interval(VERDICT_WINDOW) if query.legend else panel
+    for name, other in (verdicts or {}).items():
+        panel.override_by_name(name, [_property("thresholds", other.build())])
+    return panel if least is None else panel.min(least)
 
 
 def lines(

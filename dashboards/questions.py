@@ -103,8 +103,14 @@ def alerts_by_severity() -> str:
 
 
 def alerts_firing() -> str:
-    """Return how many alerts fire, as the table has them: ranks are one."""
-    return f"count({alerts_by_severity()}) or vector(0)"
+    """Return how many alerts fire, as the table has them, by severity: ranks are one. "none" is 0 where none fires."""
+    each = f"count by (severity) (group by (alertname, severity, {', '.join(by_engine)}) ({firing_alerts()}))"
+    return f'{each} or on () label_replace(vector(0), "severity", "none", "", "")'
+
+
+def wrong_blocks(*by: str) -> str:
+    """Return blocks that were loaded with wrong bytes since the engine's start: restarting mends it."""
+    return f"{SELECTION.gauge(signals.CORRUPT_BLOCKS, *by)} > 0"
 
 
 def engines_down() -> str:
@@ -164,6 +170,11 @@ def saved_share(*by: str) -> str:
 def slower_share(*by: str) -> str:
     """Return the loads that took longer than computing, among those that ended well or failed."""
     return share(SELECTION.rate(signals.LOADS_SLOWER, *by), SELECTION.rate(signals.LOADS, *by, outcome="ok|failed"))
+
+
+def estimated_share(*by: str) -> str:
+    """Return the loads with an estimate of what they saved, among those that ended well or failed."""
+    return share(SELECTION.rate(signals.ESTIMATED_LOADS, *by), SELECTION.rate(signals.LOADS, *by, outcome="ok|failed"))
 
 
 def estimate_error(*by: str) -> str:

@@ -91,6 +91,13 @@ RECORDINGS = {
     """,
     "connector_outcome:kvobs_lookups:rate5m": "rate(kvobs_lookups_total[5m])",
     "connector_outcome:kvobs_loads:rate5m": "sum without (mode) (rate(kvobs_loads_total[5m]))",
+    "connector:kvobs_lookups:ratio_rate5m": """
+        (
+          sum without (outcome) (connector_outcome:kvobs_lookups:rate5m{outcome="hit"})
+          or 0 * sum without (outcome) (connector_outcome:kvobs_lookups:rate5m{outcome=~"hit|miss"})
+        )
+        / (sum without (outcome) (connector_outcome:kvobs_lookups:rate5m{outcome=~"hit|miss"}) > 0)
+    """,
     # An engine that has just replaced another has its own loads only: all that it counted.
     "connector:kvobs_failed_loads:ratio_rate5m": """
         sum without (mode, outcome) (rate(kvobs_loads_total{outcome="failed"}[5m]))

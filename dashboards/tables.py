@@ -15,6 +15,7 @@ from kvobs.schema.spans import ATTRIBUTES
 TRACE_ID = "${__data.fields.traceIdHidden}"
 """A row's trace: Grafana 10.4 to 13 name the field of a span table so; in a table of traces it is ``traceID``."""
 
+NOTHING = "-"
 WIDTHS = {"Index": 70, "Engine": 80, "Instance": 140, "Alert": 220}
 """Of columns that need less or more than the others, in pixels."""
 
@@ -40,7 +41,7 @@ def rows(
     *,
     link: str = "",
     limit: int = 0,
-    empty: str = "-",
+    empty: str = NOTHING,
 ) -> Panel:
     """Return a table of the latest values, the greatest of the first two columns on top, at most ``limit`` rows.
 
@@ -54,7 +55,7 @@ def rows(
         .interval(VERDICT_WINDOW)
         .unit("short")
         .no_value(empty)
-        .mappings([looks.not_a_number("-", looks.NONE)])
+        .mappings([looks.not_a_number(NOTHING, looks.NONE)])
         .cell_height(common.TableCellHeight.SM)
         .min_width(90)
         .align(common.FieldTextAlignment.LEFT)
@@ -80,9 +81,12 @@ def rows(
     if link:
         links = [{"title": "Open this connector's board", "url": link, "targetBlank": False}]
         panel.override_by_name(next(iter(labels.values())), [model.DynamicConfigValue(id_val="links", value=links)])
-    for name, width in WIDTHS.items():
-        if name in labels.values():
-            panel.override_by_name(name, [model.DynamicConfigValue(id_val="custom.width", value=width)])
+    for name in labels.values():
+        properties: dict[str, object] = {"custom.width": WIDTHS[name]} if name in WIDTHS else {}
+        # The panel's words are about a table without rows: Grafana shows them in empty cells, too.
+        properties |= {"noValue": NOTHING} if empty != NOTHING else {}
+        if properties:
+            panel.override_by_name(name, [model.DynamicConfigValue(id_val=k, value=v) for k, v in properties.items()])
     order = {name: index for index, name in enumerate(renamed)}
     if len(columns) > 1:
         panel.with_transformation(model.DataTransformerConfig(id_val="merge", options={}))

@@ -65,7 +65,7 @@ TELEMETRY = (
         about=DOUBLED,
         expr="""
             count by (__cluster__, instance, model_name, engine) (
-              group by (__cluster__, instance, model_name, engine, job) (kvobs_build_info)
+              group by (__cluster__, instance, model_name, engine, job) (last_over_time(kvobs_build_info[2m]))
             ) > 1
         """,
         hold="10m",
@@ -77,28 +77,30 @@ TELEMETRY = (
         name="KvobsInternalErrors",
         severity=Severity.WARNING,
         about=ENGINE,
+        # A missed scrape ends no series here: the alert stays pending, or fires on.
         expr="""
-            (
-              kvobs_internal_errors_total
-              and (
-                timestamp(kvobs_internal_errors_total)
-                >= ignoring (where) group_left () timestamp(kvobs_start_time_seconds)
-              )
-              and (
+            last_over_time((
+              (
                 kvobs_internal_errors_total
-                and ignoring (where) (
-                  kvobs_start_time_seconds > time() - 900
-                  or kvobs_start_time_seconds > min_over_time(kvobs_start_time_seconds[15m])
+                and (
+                  timestamp(kvobs_internal_errors_total)
+                  >= ignoring (where) group_left () timestamp(kvobs_start_time_seconds)
                 )
-                or count_over_time(kvobs_internal_errors_total[15m])
-                < ignoring (where) group_left () count_over_time(kvobs_start_time_seconds[15m])
-              )
-              or increase(kvobs_internal_errors_total[15m])
-              and ignoring (where) (kvobs_start_time_seconds == min_over_time(kvobs_start_time_seconds[15m]))
-            ) > 0
+                and (
+                  kvobs_internal_errors_total
+                  and ignoring (where) (
+                    kvobs_start_time_seconds > time() - 900
+                    or kvobs_start_time_seconds > min_over_time(kvobs_start_time_seconds[15m])
+                  )
+                  or count_over_time(kvobs_internal_errors_total[15m])
+                  < ignoring (where) group_left () count_over_time(kvobs_start_time_seconds[15m])
+                )
+                or increase(kvobs_internal_errors_total[15m])
+                and ignoring (where) (kvobs_start_time_seconds == min_over_time(kvobs_start_time_seconds[15m]))
+              ) > 0
+            )[90s:30s])
         """,
         hold="1m",
-        keep="1m",
         summary="Internal errors in kvobs's telemetry.",
         description="{{ $value | humanize }} contained errors in {{ $labels.where }} in the last fifteen minutes on "
         "{engine}. Numbers or spans are lost; serving is not affected.",

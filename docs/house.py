@@ -183,7 +183,7 @@ def measures() -> Iterator[Measure]:
     yield Measure("floors", floors(graph), 9)
     yield Measure("arrows", sum(map(len, graph.values())), 73)
     yield Measure("options", sum(line.startswith("| `") for line in options.splitlines()), 23)
-    yield Measure("boards, lines", _lines((ROOT / "dashboards/generated").rglob("*.json")), 18_100)
+    yield Measure("boards, lines", _lines((ROOT / "dashboards/generated").rglob("*.json")), 18_700)
     yield Measure("README, lines", _lines([ROOT / "README.md"]), 260)
 
 

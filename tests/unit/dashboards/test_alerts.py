@@ -3,6 +3,7 @@
 Beside the connector (or engine, or target) that a scene is about there is always a healthy one, which must stay quiet.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,26 @@ def test_an_alert_is_quiet_when_it_should_be(name: str, scene: str, tmp_path: Pa
 def test_an_alert_ends_in_health(name: str, tmp_path: Path) -> None:
     ended = engine(SCENES[name].ended)
     passes([case(ended, quietly(name, quiet_from(70, 110)), {"45m": {"": 1}}, name)], tmp_path, name)
+
+
+WAITING = [name for name, alert in BY_NAME.items() if alert.hold != "0m" and {"engine", "connector"} & {*alert.about}]
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_pending_alert_survives_a_missed_scrape(name: str, tmp_path: Path) -> None:
+    """Prometheus then ends all series of the target with a marker, until its next scrape."""
+    hold, (fires, *_) = int(BY_NAME[name].hold.removesuffix("m")), SCENES[name].fires
+    every = engine(fires.series)
+    asked = case(every, [], {f"{minute}m": {} for minute in range(int(fires.at.removesuffix("m")) + 1)}, name)
+    said = run([asked], tmp_path, name, interval="30s")  # it names the minutes in which the alert fires
+    found = [re.findall(r"(\d+)([dhm])", time) for time in re.findall(r"time: (\w+),", said.stdout + said.stderr)]
+    first = min(sum(int(n) * {"d": 1440, "h": 60, "m": 1}[unit] for n, unit in time) for time in found) % 1440
+    missed = 2 * first - hold  # half of the time that it is pending
+    series = {
+        key: " ".join([*v[:missed], "0" if key.startswith("up{") else "stale", *v[missed + 1 :]])
+        for key, v in ((key, samples(values)) for key, values in every.items())
+    }
+    passes([case(series, [], {f"{first}m": {"": 1}}, name)], tmp_path, name, interval="30s")
 
 
 IN_TIME: dict[str, tuple[Series, ...]] = {

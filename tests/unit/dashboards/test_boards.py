@@ -152,3 +152,27 @@ def test_boards_change_their_colour_where_alerts_begin() -> None:
     assert looks.bound(looks.SCHEDULER_SHARE, looks.BAD) == site.blocked_share
     assert looks.bound(looks.AGE_SECONDS, looks.BAD) == site.save_age_s
     assert looks.bound(looks.UNUSED_HIT_SHARE, looks.WARNING) == site.unused_hit_share
+
+
+def test_tiles_show_what_is_now() -> None:
+    """The last value of a course was that of an engine which had ended."""
+    tiles = [panel for board in BOARDS.values() for panel in panels(board) if panel["type"] == "stat"]
+    assert len(tiles) > 10
+    assert all(target["instant"] and not target.get("range") for tile in tiles for target in tile["targets"])
+
+
+def test_an_empty_cell_does_not_say_that_no_alert_fires() -> None:
+    (table,) = [panel for panel in panels(OVERVIEW) if panel["title"] == "Firing alerts"]
+    assert table["fieldConfig"]["defaults"]["noValue"] == "No alert fires"
+    cells = {o["matcher"]["options"]: {p["id"]: p["value"] for p in o["properties"]} for o in
+             table["fieldConfig"]["overrides"]}  # fmt: skip
+    assert {cells[name]["noValue"] for name in ("Alert", "Connector", "Instance", "Cluster")} == {"-"}
+
+
+def test_critical_alerts_and_wrong_bytes_are_red() -> None:
+    tiles = {panel["title"]: panel["fieldConfig"] for panel in panels(OVERVIEW) if panel["type"] == "stat"}
+    red = {"color": looks.BAD, "value": 1e-9}
+    assert red in tiles["Wrong bytes"]["defaults"]["thresholds"]["steps"]
+    (critical,) = [o["properties"][0]["value"] for o in tiles["Alerts"]["overrides"]
+                   if o["matcher"]["options"] == "critical"]  # fmt: skip
+    assert red in critical["steps"]

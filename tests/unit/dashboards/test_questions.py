@@ -168,8 +168,10 @@ def test_alerts_that_fire_are_those_of_what_is_chosen_and_those_without_such_lab
     assert answers(tmp_path, series, questions.alerts_by_severity(), label="alertname") == {
         "KvobsJobMissing": 2, "KvobsTelemetryCost": 1, "KvobsLoadUnfinished": 3,
     }  # fmt: skip
-    assert answers(tmp_path, series, questions.alerts_firing()) == {"": 3}
-    assert answers(tmp_path, {}, questions.alerts_firing()) == {"": 0}
+    assert answers(tmp_path, series, questions.alerts_firing(), label="severity") == {
+        "critical": 1, "warning": 1, "info": 1,
+    }  # fmt: skip
+    assert answers(tmp_path, {}, questions.alerts_firing(), label="severity") == {"none": 0}
 
 
 def test_engines_are_down_that_ended_or_are_not_scraped(tmp_path: Path) -> None:

@@ -163,7 +163,6 @@ SCENES = {
     ),
     "KvobsConnectorErrors": rare(
         'kvobs_call_errors_total{hook="get_num_new_matched_tokens",error_type="TimeoutError"}',
-        f"{OF_CHILD} raised {{}} exceptions in the last fifteen minutes. If it is not in the option isolate, one "
-        "exception can end the engine.",
+        f"{OF_CHILD} raised {{}} exceptions in the last fifteen minutes.",
     ),
 }  # fmt: skip
