@@ -82,11 +82,11 @@ def rows(
         links = [{"title": "Open this connector's board", "url": link, "targetBlank": False}]
         panel.override_by_name(next(iter(labels.values())), [model.DynamicConfigValue(id_val="links", value=links)])
     for name in labels.values():
-        properties: dict[str, object] = {"custom.width": WIDTHS[name]} if name in WIDTHS else {}
+        own: dict[str, object] = {"custom.width": WIDTHS[name]} if name in WIDTHS else {}
         # The panel's words are about a table without rows: Grafana shows them in empty cells, too.
-        properties |= {"noValue": NOTHING} if empty != NOTHING else {}
-        if properties:
-            panel.override_by_name(name, [model.DynamicConfigValue(id_val=k, value=v) for k, v in properties.items()])
+        own |= {"noValue": NOTHING} if empty != NOTHING else {}
+        if own:
+            panel.override_by_name(name, [model.DynamicConfigValue(id_val=key, value=v) for key, v in own.items()])
     order = {name: index for index, name in enumerate(renamed)}
     if len(columns) > 1:
         panel.with_transformation(model.DataTransformerConfig(id_val="merge", options={}))

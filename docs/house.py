@@ -178,7 +178,7 @@ def measures() -> Iterator[Measure]:
     yield Measure(
         "in an engine, lines", _lines(path for name, path in files.items() if room(name) not in OUTSIDE_ENGINES), 16_360
     )
-    yield Measure("tests, lines", _lines((ROOT / "tests").rglob("*.py")), 53_600)
+    yield Measure("tests, lines", _lines((ROOT / "tests").rglob("*.py")), 54_400)
     yield Measure("rooms", len(graph), 21)
     yield Measure("floors", floors(graph), 9)
     yield Measure("arrows", sum(map(len, graph.values())), 73)
