@@ -119,7 +119,7 @@ def calls() -> Panel:
             "p99 of calls into the connector by vLLM's hook: the ten slowest.",
             "Scheduler hooks delay every request; start_load_kv may be the load itself.",
             "Slow calls are spans: see Slow loads.",
-            "Values are interpolated within a bucket, a factor of four wide.",
+            "Values are interpolated within a bucket, a factor of four to 16 wide.",
         ),
         Query(
             # A hook without calls in the window has the quantile NaN, which `>= 0` leaves out.

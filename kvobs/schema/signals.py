@@ -139,7 +139,7 @@ def _powers(*exponents: int) -> tuple[int, ...]:
 
 _REQUEST_BOUNDS = tuple(round(1e9 * 2 ** (k / PER_DOUBLING)) for k in range(-10 * PER_DOUBLING, 6 * PER_DOUBLING + 1))
 # 66 us, 1 ms, and on: there is one such histogram per hook, and the order of magnitude is enough.
-_CALL_BOUNDS = _powers(16, *range(20, 34, 2))
+_CALL_BOUNDS = _powers(16, 20, 23, 26, 28, 30, 32)
 _STALL_BOUNDS = _powers(14, 16, 18, *range(20, 27), 28, 30, 32)  # 16 us to 4 s; of two from 1 to 67 ms, a usual step
 _REUSE_BOUNDS = _powers(*range(10, 26))  # tokens
 _SKEW_BOUNDS = _powers(22, 24, *range(26, 31), 32)  # 4 ms to 4 s, in steps of two from 67 ms to 1 s
