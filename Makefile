@@ -124,7 +124,7 @@ test-gpu-path: $(INSTALLED) packages ## Run vLLM's default path on GPUs, on a CP
 test-versions: $(INSTALLED) ## Serve with the oldest and the newest vLLM that run on a CPU, a real engine each; ALL=1: with all
 	$(BIN)/python -m tests.versions $(VERSIONS) $(if $(ALL),--all)
 
-lint: $(INSTALLED) ## Check style, types, and the walls and size of the packages
+lint: $(INSTALLED) ## Check style, types, and the walls of the packages; print their sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -9,10 +9,10 @@ from kvobs.schema.signals import LOAD_DURATION
 from tests.support.pages import TEXTS
 from tests.support.promtool import answers
 
-RECIPES: dict[str, str] = {
+RECIPES: dict[str, list[str]] = {
     title: re.findall(r"^    (\S.*)$", part, re.MULTILINE)
     for title, _, part in (part.partition("\n") for part in TEXTS["docs/recipes.md"].split("\n## ")[1:])
-}  # type: ignore[assignment]
+}
 
 ABOVE = {"cpu": 0.3, "disk": 1.3}  # seconds that each load takes
 GROWTH = {  # a minute, of cpu and of disk
@@ -65,8 +65,8 @@ def series() -> dict[str, str]:
             start = 0 if metric in GROWTH else of[index]
             made[f'{plain}{{connector="{name}",{labels.rstrip("}")}'.rstrip(",") + "}"] = f"{start}+{step}x20"
         count = GROWTH['kvobs_load_duration_seconds_count{mode="async"}'][index]
-        for bound in (*LOAD_DURATION.buckets, "+Inf"):
-            is_above = bound == "+Inf" or float(bound) >= ABOVE[name]
+        for bound in (*map(str, LOAD_DURATION.buckets), "+Inf"):
+            is_above = float(bound) >= ABOVE[name]
             labels = f'connector="{name}",mode="async",le="{bound}"'
             made[f"kvobs_load_duration_seconds_bucket{{{labels}}}"] = f"0+{count if is_above else 0}x20"
     return made

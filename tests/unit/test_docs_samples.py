@@ -55,11 +55,14 @@ def totals(rows: Iterable[str], times: str) -> list[report.ConnectorTotals]:
     for row in rows:
         name = row.split()[0]
         _, hits, misses, offered, loaded, loads, lost = numbers(row)
-        load_ms, *stalls_ms = numbers(next(part for part in re.split("[:;]", times) if part.split()[0] == name))
+        load_ms, load_stall_ms, save_stall_ms = numbers(
+            next(part for part in re.split("[:;]", times) if part.split()[0] == name)
+        )
         by_outcome = dict.fromkeys(report.OUTCOMES, 0) | {"hit": hits, "miss": misses}
         by_end = {"ok": loads, "failed": 0, "aborted": 0}
-        seconds = load_ms * loads / 1e3, *(ms / 1e3 for ms in stalls_ms)
-        made.append(report.ConnectorTotals(name, by_outcome, offered, lost, by_end, loaded, *seconds))
+        load_s, load_stall_s, save_stall_s = load_ms * loads / 1e3, load_stall_ms / 1e3, save_stall_ms / 1e3
+        stalls = load_stall_s, save_stall_s
+        made.append(report.ConnectorTotals(name, by_outcome, offered, lost, by_end, loaded, load_s, *stalls))
     return made
 
 
