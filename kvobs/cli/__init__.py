@@ -1,4 +1,4 @@
-"""The command ``kvobs``: check, top, timeline, topology, dashboards and the demo."""
+"""The command ``kvobs``: check, top, timeline, dashboards and the demo."""
 
 from kvobs.cli.commands import app
 

@@ -13,7 +13,6 @@ from kvobs.schema import __version__
 
 COMMANDS = {
     "demo": ("kvobs.demo.run:demo", "Run a demonstration on this CPU."),
-    "topology": ("kvobs.cli.topology:topology", "Print which ranks read from which."),
     "top": ("kvobs.cli.top.live:top", "Show the connectors of running servers, live."),
     "check": ("kvobs.cli.check.command:check", "Check a --kv-transfer-config before it starts."),
     "timeline": ("kvobs.cli.timeline:timeline", "Show what an engine's processes are in, or died in."),

@@ -126,11 +126,6 @@ def test_the_look_at_a_server_is_what_it_prints() -> None:
     assert [line.replace(address, command.split()[-1]) for line in printed] == shown
 
 
-def test_who_reads_from_whom_is_what_the_command_prints() -> None:
-    command, *shown = sample("docs/topology.md", "$ kvobs topology")
-    assert [line.rstrip() for line in kvobs(*command.split()[2:]) if line.strip()] == shown
-
-
 def test_the_screen_of_top_is_what_it_prints() -> None:
     shown = sample("docs/top.md", "kvobs top   the last")
     assert [line for line in printed(Picture([SERVER], 5)) if line] == shown
