@@ -136,7 +136,6 @@ def scheduler_side(
         offers=offers,
         layout=layout,
         ranks=parallel.world_size,
-        to_reset=[child for child in children if child.name in options.reset_after_failed_sync_load],
     )
     open_lookups = OpenLookups(children, visibility, offers.answered_late)
     may_hide = offers.may_leave_open or isolates

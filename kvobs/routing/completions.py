@@ -17,7 +17,6 @@ from kvobs.clock import wall_ns
 from kvobs.connectors.answers import MalformedAnswerError, answer_of, read_stats, requests_in
 from kvobs.connectors.child import Child
 from kvobs.faults import contained
-from kvobs.log import log
 from kvobs.routing.isolation import Isolation
 from kvobs.routing.lookups import Offers
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents, NextOrders, as_set, checked
@@ -210,7 +209,6 @@ class Completions:
     offers: Offers  # those of a connector whose asynchronous load failed are not used until its request has run
     layout: CacheLayout
     ranks: int  # the number of all workers
-    to_reset: Sequence[Child]  # after a sibling's failed synchronous load
     early: set[str] = field(default_factory=set)  # requests whose saves were all done before vLLM got the promises
 
     def take_in(self, output: KVConnectorOutput) -> None:
@@ -236,7 +234,7 @@ class Completions:
         output.finished_recving = self.ledger.take_received() or None
         output.finished_sending = in_order_of(sent, self.ledger.take_sent()) or None
         for index, requests in failed_syncs.items():
-            self.observer.sync_loads_failed(index, requests, self._reset_siblings(index))
+            self.observer.sync_loads_failed(index, requests)
 
     def _sent(self, meta: MultiKVConnectorWorkerMetadata | None, *, is_aggregated: bool) -> set[str]:
         """Return the requests whose promised saves are complete, as vLLM would have them."""
@@ -301,17 +299,6 @@ class Completions:
                     self.isolation.saved(index, save.promised_ns)
                 ended_ns = max(save.arrived.values(), default=wall_ns())
                 self.observer.saved(request_id, index, save, ended_ns)
-
-    def _reset_siblings(self, index: int) -> list[str]:
-        """Reset the configured caches after a failed synchronous load of this child; return whose were reset."""
-        reset = []
-        for child in self.to_reset:
-            try:
-                if child.index != index and child.reset_cache() is True:
-                    reset.append(child.name)
-            except Exception:  # vLLM has not asked for it, and must not end by it
-                log.exception("connector %r raised in reset_cache, by reset_after_failed_sync_load", child.name)
-        return reset
 
 
 def released_set(ended: Iterable[str], by_rank: Iterable[Sequence[str]], *, is_aggregated: bool) -> set[str]:

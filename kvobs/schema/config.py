@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvobs.log import once
 from kvobs.schema.findings import Finding, cut, show, unknown
-from kvobs.schema.options import ExporterOptions, Options, TracingOptions, VerifyOptions
+from kvobs.schema.options import GONE, ExporterOptions, Options, TracingOptions, VerifyOptions
 from kvobs.schema.signals import CONNECTORS_AT_MOST
 
 __all__ = ["ConfigError", "Configuration", "ExporterOptions", "Options", "TracingOptions", "VerifyOptions", "read"]
@@ -150,7 +150,10 @@ def _options(raw: Any, mistakes: list[Finding]) -> tuple[Options, set[object]]:
         for detail in error.errors():
             loc = [part if isinstance(part, int) else cut(part) for part in detail["loc"] if part not in _NOT_SHOWN]
             where = path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
-            if detail["type"] == "extra_forbidden":
+            if len(loc) == 1 and loc[0] in GONE:
+                found = f"found {show(detail['input'])}, but this option is gone"
+                mistakes.append(Finding(where, found, fix=GONE[str(loc[0])]))
+            elif detail["type"] == "extra_forbidden":
                 mistakes.append(unknown("option", where, str(loc[-1]), _known_options(loc), "remove it"))
             else:
                 problem, allowed = explain(detail["type"], detail["msg"])
@@ -210,7 +213,7 @@ def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[Findi
 
 def _unknown_names(raw: Any, names: list[str]) -> Iterator[Finding]:
     """Yield each name of no connector; also in an option that has another mistake."""
-    for option in ("isolate", "reset_after_failed_sync_load", "min_tokens", "link_gbps") if names else ():
+    for option in ("isolate", "min_tokens", "link_gbps") if names else ():
         path, given = f"{PATH}.kvobs.{option}", raw.get(option) if isinstance(raw, Mapping) else None
         for i, name in enumerate(given if isinstance(given, list | tuple | Mapping) else ()):
             if not isinstance(name, str) or name in names:

@@ -169,12 +169,6 @@ class Options(_Strict):
         default=1000,
         description="counts a longer call into an isolated connector within the scheduler's step as a failure",
     )
-    reset_after_failed_sync_load: tuple[StrictStr, ...] = Field(
-        default=(),
-        description="names connectors whose `reset_cache` is called after a failed synchronous load of another "
-        "one. This deletes their cache, and that of a shared store (MooncakeStore, LMCache) for all engines that "
-        "use it",
-    )
     tracing: TracingOptions = Field(default=TracingOptions(), description="OpenTelemetry spans")
     verify: VerifyOptions = Field(default=VerifyOptions(), description="comparison of loaded bytes")
     report: Annotated[Literal[False, True, "always"], BeforeValidator(_who_is_answered)] = Field(
@@ -196,3 +190,10 @@ class Options(_Strict):
     def compares_answers(self) -> bool:
         """Whether the load policy compares, and so waits for, all connectors' answers."""
         return self.load_policy != "first"
+
+
+GONE = {
+    "reset_after_failed_sync_load": "remove it. After a failed synchronous load clear the caches of the connectors "
+    "that the log names; kv_load_failure_policy 'fail' at the top level keeps its request from a wrong answer",
+}
+"""Options of earlier versions -> what to do instead."""

@@ -75,8 +75,8 @@ class Observer:
         For an async load this is called when its request is scheduled again, which may never happen.
         """
 
-    def sync_loads_failed(self, child: int, loads: Sequence[Load], reset: Sequence[str]) -> None:
-        """Receive the failed synchronous loads of a step, and the connectors whose cache was therefore reset."""
+    def sync_loads_failed(self, child: int, loads: Sequence[Load]) -> None:
+        """Receive the failed synchronous loads of a step."""
 
     def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
         """Receive a load whose request ended first; the end of the load follows."""

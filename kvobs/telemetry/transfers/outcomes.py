@@ -118,21 +118,19 @@ class Outcomes(Observer):
         name, kind = self._names[report.child], report.kind
         once(f"stray:{name}:{kind}", logging.WARNING, _STRAY[kind], name, line(report.request))
 
-    def sync_loads_failed(self, child: int, loads: Sequence[Load], reset: Sequence[str]) -> None:
+    def sync_loads_failed(self, child: int, loads: Sequence[Load]) -> None:
         """Count failed synchronous loads; log which connectors reported the failure, and which may have saved it."""
         self._recorder.count(child, _FAILED_SYNC, len(loads))
         blamed_by = sorted({connector for load in loads for connector in load.blamed_by})
         reporters = ", ".join(repr(self._names[connector]) for connector in blamed_by)
         why = f": connector {reporters} reported the failure, and may have written into its blocks" if reporters else ""
         siblings = ", ".join(name for sibling, name in enumerate(self._names) if sibling != child) or "none"
-        caches = "No cache was reset: clear theirs, or list them in reset_after_failed_sync_load"
-        if reset:
-            caches = f"The cache of {', '.join(reset)} was reset (reset_after_failed_sync_load)"
         text = (
             "a synchronous load of connector %r failed%s. In the same step other connectors (%s) may have saved its "
-            "unfilled blocks, and later hits on these give wrong answers. %s (kvobs_failed_sync_loads_total)"
+            "unfilled blocks, and later hits on these give wrong answers. Clear the caches of these connectors "
+            "(kvobs_failed_sync_loads_total)"
         )
-        log.error(text, self._names[child], why, siblings, caches)
+        log.error(text, self._names[child], why, siblings)
 
     def quarantined(self, child: int) -> None:
         self._recorder.set_gauge(child, _QUARANTINED, 1)

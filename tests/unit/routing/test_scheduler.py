@@ -152,8 +152,8 @@ class Announced(Observer):
                 details = (load.child, load.tokens, load.local_tokens, load.rest_tokens)
             case "load_ended" | "aborted", (load,):
                 details = (load.child, load.outcome, *more.values())
-            case "sync_loads_failed", (loads, reset):
-                details = ([load.outcome for load in loads], reset)
+            case "sync_loads_failed", (loads,):
+                details = ([load.outcome for load in loads],)
             case "promised", _:
                 details = tuple(map(sorted, details))
             case "saved", (child, save, ended_ns):
@@ -212,29 +212,14 @@ def test_orders_of_a_save_done_before_its_promise(a: Script, b: Script) -> None:
     assert announced.events["r"][2:] == [("promised", [], [1]), ("request_ended",)]
 
 
-def test_failed_sync_load_names_the_caches_that_were_reset(a: Script, b: Script) -> None:
+def test_failed_sync_load_is_announced_when_it_has_ended(a: Script, b: Script) -> None:
     a.offers["r"] = [(2 * BLOCK, False), (0, False)]
-    b.answers["reset_cache"] = True
-    names = ["one", "two"]
-    announced = Announced(a, b, kvobs={"names": names, "reset_after_failed_sync_load": names})
+    announced = Announced(a, b)
     announced.rig.add("r", max_tokens=1)
     a.bad_blocks[0] = {2}
     announced.rig.run(4)
-    assert announced.events[0] == [("sync_loads_failed", ["failed"], ["two"])]
+    assert announced.events[0] == [("sync_loads_failed", ["failed"])]
     assert ("load_ended", 0, "failed") in announced.events["r"]
-
-
-def test_cache_that_cannot_be_reset_does_not_end_the_engine(
-    a: Script, b: Script, caplog: pytest.LogCaptureFixture
-) -> None:
-    a.offers["r"] = [(2 * BLOCK, False), (0, False)]
-    b.raises["reset_cache"] = OSError("no store")
-    announced = Announced(a, b, kvobs={"names": ["one", "two"], "reset_after_failed_sync_load": ["two"]})
-    announced.rig.add("r", max_tokens=1)
-    a.bad_blocks[0] = {2}
-    announced.rig.run(4)
-    assert announced.events[0] == [("sync_loads_failed", ["failed"], [])]
-    assert "connector 'two' raised in reset_cache" in caplog.text
 
 
 @pytest.mark.parametrize("hook", ["can_load_prefix_replay_checkpoint", "consume_prefix_replay_checkpoint"])

@@ -382,23 +382,8 @@ def test_w21_a_failed_sync_load_names_the_siblings_that_may_have_saved_it(
     assert len(lines) == 1
     (line,) = lines
     assert "'one'" in line
-    assert "(two) may have saved its unfilled blocks, and later hits on these give wrong answers. No cache" in line
+    assert "(two) may have saved its unfilled blocks, and later hits on these give wrong answers. Clear" in line
     assert counted(rig, "kvobs_failed_sync_loads_total", 0) == 1
-
-
-def test_w21_who_is_named_is_reset(a: Script, b: Script, caplog: pytest.LogCaptureFixture) -> None:
-    """Stock has no such option."""
-    a.offers["r"] = SYNC
-    b.answers["reset_cache"] = True
-    c = Script("c")  # it can't
-    names = ["one", "two", "three"]
-    rig = Rig("kvobs", a, b, c, kvobs={"names": names, "reset_after_failed_sync_load": names})
-    rig.add("r")
-    a.bad_blocks[0] = {2}
-    rig.step()
-    assert len(b.called("reset_cache")) == len(c.called("reset_cache")) == 1
-    assert a.called("reset_cache") == [], "it has loaded, not saved"
-    assert "The cache of two was reset" in caplog.text
 
 
 @wrong_in_stock(RuntimeError, "shows every child the stats of all: one that refuses stats of another class ends it")

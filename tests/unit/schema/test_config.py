@@ -119,7 +119,11 @@ def test_bad_connectors_and_options_that_are_no_object_are_named(extra: dict[str
         ({"slow_load_ms": 0}, "kvobs.slow_load_ms: found 0, allowed: greater than 0"),
         ({"isolate_slow_ms": 0}, "kvobs.isolate_slow_ms: found 0, allowed: greater than 0"),
         ({"isolate": ["x"]}, "kvobs.isolate[0]: found 'x', allowed: "),
-        ({"reset_after_failed_sync_load": ["x"]}, "kvobs.reset_after_failed_sync_load[0]: found 'x', allowed: "),
+        (
+            {"reset_after_failed_sync_load": ["x"]},
+            "kvobs.reset_after_failed_sync_load: found ['x'], but this option is",
+        ),
+        ({"verify": {"reset_after_failed_sync_load": []}}, "kvobs.verify.reset_after_failed_sync_load: unknown option"),
         ({"names": "cpu"}, "kvobs.names: found 'cpu', allowed: a list of names"),
         ({"names": [1]}, "kvobs.names[0]: found 1, allowed: a valid string"),
         ({"names": ["a", "b", "c"]}, "kvobs.names: found 3 names, allowed: at most 2, one per connector"),
@@ -148,6 +152,16 @@ def test_all_mistakes_are_reported_at_once_and_valid_options_are_kept() -> None:
     assert configuration.names == (CPU, f"{CPU}-2", "2")
     assert str(ConfigError(found)).count("\n- ") == 9
     assert "\n" not in str(ConfigError(found[:1]))
+
+
+def test_an_option_that_is_gone_is_refused_with_what_to_do() -> None:
+    kvobs = {"reset_after_failed_sync_load": [], "isolate": [CPU]}
+    configuration, (found,) = validate({"connectors": TWO, "kvobs": kvobs})
+    assert str(found).startswith(
+        "kv_connector_extra_config.kvobs.reset_after_failed_sync_load: found [], but this option is gone. "
+        "Fix: remove it. After a failed synchronous load clear the caches of the connectors that the log names; "
+    )
+    assert configuration.options == Options(isolate=(CPU,))
 
 
 def test_found_allowed_and_fix_are_separate_also_in_another_process() -> None:
