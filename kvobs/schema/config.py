@@ -238,6 +238,8 @@ def explain(kind: str, message: str) -> tuple[str, str]:
     """Return the problem (beginning with a comma, or empty) and the allowed values of one of pydantic's errors."""
     if kind in ("model_type", "mapping_type", "dict_type"):
         return "", "an object"
+    if kind == "bool_type":
+        return "", "true or false"
     if kind == "tuple_type":
         return "", "a list of names"
     before, should_be, allowed = message.removeprefix("Value error, ").partition("Input should be ")

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -22,12 +21,6 @@ def _absolute(path: str) -> str:
     if not path.startswith("/") or "\0" in path:
         raise PydanticCustomError("relative_path", "Input should be an absolute path")
     return path
-
-
-def _who_is_answered(report: Any) -> Any:
-    if not isinstance(report, bool) and report != "always":
-        raise PydanticCustomError("report", "Input should be true, false or 'always'")
-    return report
 
 
 def _log_output(name: str) -> str:
@@ -171,10 +164,10 @@ class Options(_Strict):
     )
     tracing: TracingOptions = Field(default=TracingOptions(), description="OpenTelemetry spans")
     verify: VerifyOptions = Field(default=VerifyOptions(), description="comparison of loaded bytes")
-    report: Annotated[Literal[False, True, "always"], BeforeValidator(_who_is_answered)] = Field(
+    report: StrictBool = Field(
         default=False,
         description="writes into the response's `kv_transfer_params.kvobs` which connector loaded how many tokens: "
-        'for clients that ask with `{"kvobs": {"report": true}}` there, or `always`',
+        'for clients that ask with `{"kvobs": {"report": true}}` there',
     )
     request_log: Annotated[StrictStr, AfterValidator(_log_output)] | None = Field(
         default=None,

@@ -260,10 +260,10 @@ def test_verified_blocks(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) 
                     cache[blocks[0]] = 0
 
     monkeypatch.setattr(Observed, "make_rig", WithCache)
-    engine = Observed(monkeypatch, a, b, ranks=1, verify={"share": 1.0}, report="always")
+    engine = Observed(monkeypatch, a, b, ranks=1, verify={"share": 1.0}, report=True)
     b.offers |= {"right": SYNC, "wrong": SYNC}
     for request in ("computed", "right", "wrong"):
-        engine.rig.add(request, max_tokens=3, prompt_of="computed")
+        engine.rig.add(request, max_tokens=3, prompt_of="computed", kvobs={"report": True})
         engine.step(3)
         (output,) = engine.rig.request_outputs
         loads = output.kv_transfer_params["kvobs"]["report"]["loads"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from kvobs.faults import contained
 from kvobs.state.events import ObservedRequest, Observer, Params
@@ -28,14 +28,14 @@ def asks(params: object) -> bool:
 class Reports(Observer):
     """Gathers the reports of live requests: of those only that somebody is to see.
 
-    ``report`` is the option of this name: whether a client gets a report, True if it asks for one. ``put`` takes the
+    ``report`` is the option of this name: whether a client that asks gets a report. ``put`` takes the
     fields of each finished request's line, for the request log; ``engine`` is vLLM's index of this engine, for the log.
     """
 
     def __init__(
         self,
         names: Sequence[str],
-        report: bool | Literal["always"],
+        report: bool,
         put: Callable[[Mapping[str, Any]], None] | None = None,
         engine: int = 0,
     ) -> None:
@@ -52,7 +52,7 @@ class Reports(Observer):
 
     def _answers(self, params: object) -> bool:
         """Return whether the response to a request with these params has a report."""
-        return self._report == "always" or (self._report and asks(params))
+        return self._report and asks(params)
 
     @contained("record")
     def finished(self, request: ObservedRequest, params: Params | None) -> Params | None:
@@ -65,7 +65,7 @@ class Reports(Observer):
             self._log(request, report)
         if not answers:
             return params
-        return into_params(params, REPORT, {ASKED: asks(request.kv_transfer_params), **report.rendered(self._names)})
+        return into_params(params, REPORT, {ASKED: True, **report.rendered(self._names)})
 
     def _log(self, request: ObservedRequest, report: RequestReport) -> None:
         head = {

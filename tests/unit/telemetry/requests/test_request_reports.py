@@ -83,18 +83,17 @@ def loaded(engine: Engine, script: Script, request: str = "r", **params: Any) ->
 # --- who gets one
 
 
-@pytest.mark.parametrize("option", [False, True, "always"])
+@pytest.mark.parametrize("option", [False, True])
 @pytest.mark.parametrize("sent", [{}, {"kvobs": ASK}, {"kvobs": {"report": False}}, {"remote": 1}])
 @pytest.mark.parametrize("own", [None, {}, {"key": 1}])
-def test_who_asks_gets_a_report_and_nobody_else(option: Any, sent: Any, own: Any, make: Make, a: Script) -> None:
+def test_who_asks_gets_a_report_and_nobody_else(option: bool, sent: Any, own: Any, make: Make, a: Script) -> None:
     a.offers["r"], a.params = KV, {} if own is None else {"r": own}
     engine = make(report=option)
     loaded(engine, a, **sent)
     found = engine.answers["r"]
-    is_asked = sent.get("kvobs") == ASK
-    if option == "always" or (option and is_asked):
+    if option and sent.get("kvobs") == ASK:
         report = found.pop("kvobs")["report"]
-        assert report["asked"] is is_asked
+        assert report["asked"] is True
         assert found == (own or {})
         assert [load["connector"] for load in report["loads"]] == ["one"]
     else:
@@ -200,8 +199,8 @@ def test_report_of_a_load_that_fails_or_is_aborted_with_its_request(
     reason: str, policy: str, make: Make, a: Script
 ) -> None:
     a.offers["r"] = KV
-    engine = make(report="always", log=True, policy=policy)
-    engine.rig.add("r")
+    engine = make(report=True, log=True, policy=policy)
+    engine.rig.add("r", kvobs=ASK)
     engine.rig.step()
     if reason == "error":
         a.bad_blocks[0] = {a.called("update_state_after_alloc")[0][2][0][1]}
@@ -290,20 +289,21 @@ def test_in_any_order_each_request_is_logged(asyncs: list[bool], sequence: list[
 
 def test_live_requests_are_gathered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_reports, "LIVE_AT_MOST", 3)
-    reports = Reports(NAMES, "always")
-    for i in range(5):
-        reports.looked_up(request(str(i)), 1, 2)
+    reports = Reports(NAMES, True)
+    asking = [request(str(i), params={"kvobs": ASK}) for i in range(5)]
+    for one in asking:
+        reports.looked_up(one, 1, 2)
     assert len(reports) == 3
-    found: Any = reports.finished(request("4"), None)
+    found: Any = reports.finished(asking[4], None)
     assert found["kvobs"]["report"]["lookups"] == 0
 
 
 @pytest.mark.usefixtures("in_production")
 def test_a_fault_costs_the_report_and_nothing_else(make: Make, a: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     a.offers["r"], a.params["r"] = KV, {"key": 1}
-    engine = make(report="always", log=True)
+    engine = make(report=True, log=True)
     monkeypatch.setattr(request_reports, "into_params", None)
-    loaded(engine, a)
+    loaded(engine, a, kvobs=ASK)
     assert engine.answers == {"r": {"key": 1}}
 
 
@@ -317,7 +317,7 @@ def test_stderr_is_an_output_too(capfd: pytest.CaptureFixture[str], a: Script) -
 
 
 def test_workers_report_nothing(a: Script) -> None:
-    options = read({"connectors": [child_config(a)], "kvobs": {"report": "always"}}).options
+    options = read({"connectors": [child_config(a)], "kvobs": {"report": True}}).options
     config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="engine"), instance_id="start")
     built = recorders.build(["a"], options, config, None, rank=0)
     assert (built.traces, built.reports, built.log) == (None, None, None)
