@@ -4,11 +4,12 @@
 """
 
 from kvobs.testing.rig import BLOCK, ROUTERS, Rig, cache_config, engine_config, transfer_config
-from kvobs.testing.scripted import Script, ScriptedConnector, Shown, entry_of
+from kvobs.testing.scripted import Loaded, Script, ScriptedConnector, Shown, entry_of
 
 __all__ = [
     "BLOCK",
     "ROUTERS",
+    "Loaded",
     "Rig",
     "Script",
     "ScriptedConnector",

@@ -33,7 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvobs.demo.model import make_model
-from kvobs.testing.scripted import Script, entry_of
+from kvobs.testing.scripted import Script, ScriptedConnector, entry_of
 from kvobs.vllm_api import versions
 
 BLOCK = 16
@@ -192,6 +192,10 @@ class Rig:
             log_stats=True,
         )
         self.connector: Any = self.scheduler.connector
+        for router_of_side in (self.connector, *self.workers):
+            for connector in router_of_side._connectors:  # noqa: SLF001 - where plug-ins look for them, too
+                if isinstance(connector, ScriptedConnector):
+                    connector.wrap()
         self._shake_hands()
         # By the name that vLLM's executor looks up, which kvobs may have replaced.
         self.aggregator: Any = executors.KVOutputAggregator.from_connector(self.connector, len(self.workers))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -60,10 +62,18 @@ class Script:
         worker_meta: rank -> the worker's own metadata for the scheduler's side, sent in the rank's next step.
         answers: hook -> answer, for ``get_loaded_kv_cache_group_ids``, ``take_events``, ``has_pending_push_work``,
             ``has_pending_block_frees``, ``reset_cache`` and ``get_mem_pool_context``.
+        loads: "chosen": it ends its loads, without ``say``, those within a step in that step; "found": it loads what
+            its last lookup found, whoever was chosen to load. By default it moves nothing.
+        takes: steps after which a load between steps ends, if it ``loads``.
+        breaks: ids of requests whose next load breaks half-way: its blocks are reported as bad.
+        on_load: called with the rank and each ``Loaded`` that a worker's side writes.
         raises: hook -> the exception that it raises.
         raises_on: the ranks on which it raises, all by default; the scheduler's side counts as rank 0.
         on_output: called with the workers' output in ``update_connector_output``, and may change it.
         on_call: called with each hook and its detail, before anything else.
+        hooks: name -> function; methods of its class, in place of a hook or beyond vLLM's class.
+        wrapped: hooks that a plug-in wraps once the connector is built: their calls are in ``calls`` as "wrapped NAME".
+        has_thread: whether it works in a thread of its own, for which its hooks wait.
         calls: (hook, detail) of each call so far; see ``called``.
     """
 
@@ -80,10 +90,17 @@ class Script:
     handshake: Any = None
     worker_meta: dict[int, Any] = field(default_factory=dict)
     answers: dict[str, Any] = field(default_factory=dict)
+    loads: str = ""
+    takes: int = 0
+    breaks: set[str] = field(default_factory=set)
+    on_load: Callable[[int, Loaded], None] | None = None
     raises: dict[str, Exception] = field(default_factory=dict)
     raises_on: set[int] | None = None
     on_output: Callable[[Any], None] | None = None
     on_call: Callable[[str, Any], None] | None = None
+    hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    wrapped: set[str] = field(default_factory=set)
+    has_thread: bool = False
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -139,9 +156,22 @@ class Shown(NamedTuple):
         return cls(scheduled, frozenset(output.finished_req_ids), preempted, output.total_num_scheduled_tokens)
 
 
+class Loaded(NamedTuple):
+    """What a connector with ``Script.loads`` writes: the blocks of one request, by KV cache group."""
+
+    request: str
+    first: int
+    """The position of the first of them among the request's blocks."""
+    blocks: tuple[tuple[int, ...], ...]
+    is_async: bool
+    is_broken: bool
+    """Whether the load breaks half-way: what the blocks hold is worth nothing."""
+
+
 @dataclass
 class _Meta(KVConnectorMetadata):
     tag: str
+    loads: list[Loaded] = field(default_factory=list)
 
 
 class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
@@ -153,13 +183,37 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         KeyError: there is no script with this tag.
     """
 
+    def __new__(cls, vllm_config: Any, *_: Any, **__: Any) -> Self:
+        """Build a class of its own for a script with methods of its own."""
+        hooks = _script_of(vllm_config).hooks
+        return super().__new__(type(cls.__name__, (cls,), hooks) if hooks else cls)
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self.script = SCRIPTS[self._kv_transfer_config.get_from_extra_config("tag", "")]
+        self.script = _script_of(vllm_config)
         self.rank = vllm_config.parallel_config.rank
+        self._block_size = vllm_config.cache_config.block_size
+        self._thread = ThreadPoolExecutor(1) if self.script.has_thread else None
+        self._found: dict[str, tuple[int, int, bool]] = {}  # by the last lookup: local tokens, its own, is_async
+        self._ordered: dict[str, Loaded] = {}
+        self._under_way: list[tuple[Loaded, int]] = []  # with the steps that are left
         self._note("__init__", role)
 
+    def wrap(self) -> None:
+        """Wrap the hooks that the script has as ``wrapped``, as a plug-in does after vLLM's factory."""
+        for hook in self.script.wrapped:
+            setattr(self, hook, partial(self._wrapped, hook, getattr(self, hook)))
+
+    def _wrapped(self, hook: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.script.calls.append((f"wrapped {hook}", None))
+        return call(*args, **kwargs)
+
     def _note(self, hook: str, detail: Any = None) -> Any:
+        if self._thread is not None:
+            return self._thread.submit(self._follow, hook, detail).result()
+        return self._follow(hook, detail)
+
+    def _follow(self, hook: str, detail: Any) -> Any:
         self.script.calls.append((hook, detail))
         if self.script.on_call is not None:
             self.script.on_call(hook, detail)
@@ -174,6 +228,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._note("get_num_new_matched_tokens", request.request_id)
+        self._found.pop(request.request_id, None)
         answer = self.script.offers.get(request.request_id, (0, False))
         if isinstance(answer, list):
             answer = answer.pop(0) if len(answer) > 1 else answer[0]
@@ -181,18 +236,32 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         if not tokens:
             return tokens, False
         tokens = min(tokens, request.num_tokens - 1 - num_computed_tokens)  # never more than the prompt has
-        return (tokens, is_async) if tokens > 0 else (0, False)
+        if tokens <= 0:
+            return 0, False
+        self._found[request.request_id] = num_computed_tokens, tokens, is_async
+        return tokens, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         ids = blocks.get_block_ids() if hasattr(blocks, "get_block_ids") else blocks
         self._note("update_state_after_alloc", (request.request_id, num_external_tokens, ids))
+        loads, request_id = self.script.loads, request.request_id
+        if request_id in self._found and (loads == "found" or (loads and num_external_tokens)):
+            local, tokens, is_async = self._found.pop(request_id)
+            first, end = local // self._block_size, -(-(local + tokens) // self._block_size)
+            written, is_broken = tuple(tuple(group[first:end]) for group in ids), request_id in self.script.breaks
+            self.script.breaks.discard(request_id)
+            self._ordered[request_id] = Loaded(request_id, first, written, is_async, is_broken)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._note("get_loaded_kv_cache_group_ids", request.request_id) or (0,)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._note("build_connector_meta", Shown.of(scheduler_output))
-        return _Meta(self.script.tag)
+        scheduled = scheduler_output.num_scheduled_tokens
+        begun = [load for request_id, load in self._ordered.items() if load.is_async or request_id in scheduled]
+        for load in begun:
+            del self._ordered[load.request]
+        return _Meta(self.script.tag, begun)
 
     def update_connector_output(self, connector_output: Any) -> None:
         seen = {
@@ -215,6 +284,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._note("request_finished", request.request_id)
+        self._ordered.pop(request.request_id, None)
         return request.request_id in self.script.promises, self.script.params.get(request.request_id)
 
     def get_finished_count(self) -> int | None:
@@ -256,6 +326,17 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._note("start_load_kv", self._connector_metadata)
+        for load in getattr(self._connector_metadata, "loads", ()):
+            if load.is_async:
+                self._under_way.append((load, self.script.takes))
+            else:
+                self._write(load)
+
+    def _write(self, load: Loaded) -> None:
+        if load.is_broken:
+            self.script.bad_blocks.setdefault(self.rank, set()).update(*load.blocks)
+        if self.script.on_load is not None:
+            self.script.on_load(self.rank, load)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._note("wait_for_layer_load", layer_name)
@@ -268,7 +349,12 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         self._note("get_transfer_results", set(finished_req_ids))
-        return self.script.reports.pop(self.rank, TransferResults())
+        results = self.script.reports.pop(self.rank, TransferResults())
+        for load, _ in (each for each in self._under_way if not each[1]):
+            self._write(load)
+            results.finished_recving.add(load.request)
+        self._under_way = [(load, left - 1) for load, left in self._under_way if left]
+        return results
 
     if not _HAS_RESULTS:
 
@@ -292,3 +378,9 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         self._note("shutdown")
+        if self._thread is not None:
+            self._thread.shutdown()
+
+
+def _script_of(vllm_config: Any) -> Script:
+    return SCRIPTS[vllm_config.kv_transfer_config.get_from_extra_config("tag", "")]
