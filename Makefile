@@ -26,7 +26,7 @@ PYENV := $(subst $() ,:,$(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3
 # torch for CPUs: from the folder or page of wheels that pip is told to use, if any, else from PyTorch's own index.
 WHEELS := $(if $(PIP_FIND_LINKS),$(addprefix --find-links ,$(PIP_FIND_LINKS)),--torch-backend cpu)
 
-.PHONY: help install demo test faults test-probe wheels release test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions test-prometheus test-compose lint format mutants bench soak check-boards pictures dashboards docs site hosts packages rdma redis promtool clean
+.PHONY: help install demo test faults strangers test-probe wheels release test-python test-engines test-slow incidents test-connectors test-ray test-gpu-path test-versions test-prometheus test-compose lint format mutants bench soak check-boards pictures dashboards docs site hosts packages rdma redis promtool clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -110,6 +110,10 @@ faults: $(INSTALLED) packages rdma promtool ## Plant wrong bytes in the stores o
 	KVOBS_FAULTS=1 $(BIN)/python -m pytest -k "found or named" tests/connectors/test_verify.py tests/connectors/servers/test_corrupt_stores.py tests/gpu_path/servers/test_pair.py
 	$(BIN)/python -m docs
 
+strangers: $(INSTALLED) ## Do what connectors do that vLLM's router does not expect, and write the answers into docs/compatibility.md
+	KVOBS_STRANGERS=1 $(BIN)/python -m pytest -n 0 tests/strangers
+	$(BIN)/python -m docs
+
 test-connectors: $(INSTALLED) packages rdma redis ## Run engines with real stores: LMCache, Mooncake, Redhare, SpoolCache; stores killed; eight minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m connectors --ignore tests/connectors/servers tests/connectors $(TESTS)
 	$(BIN)/python -m pytest -rP -n 2 --dist loadscope -m "connectors and not ray" tests/connectors/servers $(TESTS)
@@ -134,7 +138,7 @@ format: $(INSTALLED) ## Put the code into the one format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-mutants: $(INSTALLED) ## Plant 15 faults of routing and 40 where two parts meet, and see whether the tests find each
+mutants: $(INSTALLED) ## Plant 15 faults of routing and 44 where two parts meet, and see whether the tests find each
 	nice $(BIN)/python -m tests.mutants.routing_faults
 	nice $(BIN)/python -m tests.mutants.joint_faults
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -313,6 +313,18 @@ def verified() -> str:
     return table(["connector", "fault in its store", "wrong blocks loaded", "found", "outcomes", "blamed"], rows)
 
 
+def strangers() -> str:
+    """Return how many answers were right of each pattern of strangers, with vLLM's router and with kvobs."""
+    results = json.loads((ROOT / "tests/strangers/results.json").read_text())
+    rows = [[row["what"], row["who"], _right(row["stock"]), _right(row["kvobs"])] for row in results.values()]
+    return table(["a connector", "as", "right answers, vLLM's router", "with kvobs"], rows)
+
+
+def _right(outcome: dict[str, Any]) -> str:
+    end = f", the engine ends ({outcome['ended']})" if outcome["ended"] else ""
+    return f"{outcome['right']} of {outcome['of']}{end}"
+
+
 def packages() -> str:
     """Return the packages and modules of kvobs, the highest first."""
     rows = [
@@ -358,6 +370,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-path": gpu_path,
     "gpu-path-servers": gpu_path_servers,
     "verified": verified,
+    "strangers": strangers,
     "packages": packages,
     **{f"fault-{fault.replace('_', '-')}": partial(listing, fault) for fault in FAULTS},
 }

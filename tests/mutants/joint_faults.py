@@ -1,4 +1,4 @@
-"""Forty faults where two parts of kvobs meet, each put into a copy of the tree: its own tests must find it.
+"""Forty-four faults where two parts of kvobs meet, each put into a copy of the tree: its own tests must find it.
 
     python -m tests.mutants.joint_faults [NAME ...]
 
@@ -40,6 +40,7 @@ class JointFault(NamedTuple):
 
 
 UNIT, ROUTING, EXPORT = "tests/unit", "kvobs/routing", "kvobs/export"
+STRANGERS = "tests/strangers/test_patterns.py"
 REQUESTS, TRACING, TRANSFERS, PAYLOAD = (
     f"kvobs/telemetry/{name}" for name in ("requests", "tracing", "transfers", "payload")
 )
@@ -355,6 +356,35 @@ JOINT_FAULTS = (
         "                options.link_gbps.get(spec.name),\n",
         "                options.link_gbps.get(spec.connector_class.__name__),\n",
         f"{UNIT}/test_observed.py::test_build_and_connector_info",
+    ),
+    # strangers
+    JointFault(
+        "bad blocks in the load of another connector are dropped",
+        f"{ROUTING}/worker.py",
+        "            passed_on |= hit\n            if is_sync :=",
+        "            if load.child != child.index:\n                continue\n            passed_on |= hit\n            if is_sync :=",
+        STRANGERS,
+    ),
+    JointFault(
+        "a failure that another connector reports is taken for the load's end",
+        "kvobs/state/ledger.py",
+        "        if load is None or load.child != child or load.is_async is is_sync:\n",
+        "        if load is None or (load.child != child and kind is not ReportKind.FAILED) or load.is_async is is_sync:\n",
+        STRANGERS,
+    ),
+    JointFault(
+        "hooks that were replaced after the constructor are not bound again",
+        "kvobs/connector/__init__.py",
+        "        changed = [child.bind() for child in self._children]\n",
+        "        changed: list[bool] = []\n",
+        STRANGERS,
+    ),
+    JointFault(
+        "methods beyond vLLM's class are not passed on",
+        "kvobs/connector/__init__.py",
+        '        children = vars(self).get("_children", ())\n',
+        "        children: Any = ()\n",
+        STRANGERS,
     ),
 )
 
