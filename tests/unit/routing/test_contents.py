@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -27,7 +27,11 @@ LIVES, STEPS, TO_THE_END = 24, 70, 300
 EMPTY = -1
 LONGEST = 5  # steps after which a transfer has ended
 HOOKS = ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "start_load_kv")
-SEEN = {"synchronous loads", "asynchronous loads", "promised saves", "blocks zeroed"}
+SEEN = {
+    *("synchronous loads", "asynchronous loads", "promised saves", "blocks zeroed"),
+    *("unchosen synchronous loads", "unchosen asynchronous loads"),
+}
+BREAKS = "unchosen loads that break"
 Answer = tuple[int | None, bool]
 
 
@@ -43,6 +47,8 @@ class Move(NamedTuple):
 class Meta(KVConnectorMetadata):
     loads: list[Move] = field(default_factory=list)
     loads_in_step: list[Move] = field(default_factory=list)
+    unchosen: list[Move] = field(default_factory=list)
+    unchosen_in_step: list[Move] = field(default_factory=list)
     saves: list[Move] = field(default_factory=list)
     late_saves: list[Move] = field(default_factory=list)
 
@@ -86,17 +92,23 @@ class Life:
         self.running, self.random = running, (draw := Random(f"{seed} {running}"))
         self.groups, children = draw.choice([1, 1, 2]), draw.choice([1, 1, 2, 3])
         self.may_be_bad = children == 1 == self.groups and running.recomputes  # what is loaded in a step
+        # What another connector writes in a step into blocks that were loaded in it.
+        self.may_break = children > 1 == self.groups and running.recomputes
         self.budget = draw.choice([48, 512])  # tokens of a step
         self.shares = [
             {"late": draw.choice([0, 0.4]), "fails": draw.choice([0, 0.2]), "bad": draw.choice([0, 0.2]),
              "promises": draw.choice([0, 0.5]), draw.choice(HOOKS): draw.choice([0, 0.02, 0.3]),
-             "async": draw.choice([0, 0.5, 1])}
+             "async": draw.choice([0, 0.5, 1]), "unchosen": draw.choice([0, 1]), "breaks": draw.choice([0.5, 1])}
             for _ in range(children)
         ]  # fmt: skip
         self.memory: list[dict[tuple[int, int], int]] = [{} for _ in range(running.ranks)]
         self.stores: list[set[int]] = [set() for _ in range(children)]
         self.chains: dict[str, list[int]] = {}
         self.wrong: list[str] = []
+        self.broken: list[set[int]] = [set() for _ in range(running.ranks)]  # reported as bad in this step
+        self.loads_first = False
+        self.arrived: list[dict[str, bool]] = [{} for _ in range(running.ranks)]  # loads, and whether in this step
+        self.between: set[str] = set()  # requests with an asynchronous load
         self.may_end = True  # whether requests may still be aborted
         names = [f"c{i}" for i in range(children)]
         self.isolated = {i for i in range(children) if children == 1 or draw.random() < 0.5}
@@ -123,6 +135,14 @@ class Life:
         for group, of in enumerate(blocks):
             for block, key in zip(of, keys, strict=True):
                 held[group, block] = key
+
+    def fill_found(self, rank: int, move: Move) -> None:
+        """Fill a request's blocks; if it has computed a part of one, the rest of that is worth nothing yet."""
+        held, right = self.memory[rank], set(self.chains[move.request])
+        for group, of in enumerate(move.blocks):
+            for block, key in zip(of, move.keys, strict=True):
+                if held.get((group, block)) not in right:
+                    held[group, block] = key
 
     def first_unlike(self, rank: int, blocks: list[list[int]], keys: Sequence[int]) -> int | None:
         """Return the position of the first block without this content."""
@@ -169,6 +189,9 @@ class Filling(Overlapping):
     def _work(self, worker: Any, scheduled: Any, samples: dict[str, list[int]]) -> Any:
         worker.tables.take(scheduled, is_v2=self.running.is_v2)
         rank = worker._vllm_config.parallel_config.rank
+        Life.current.broken[rank].clear()
+        Life.current.arrived[rank].update(dict.fromkeys(Life.current.arrived[rank], False))
+        Life.current.loads_first = scheduled.has_sync_kv_loads  # else loads begin after the forward
         self.seen["blocks zeroed"] += len(scheduled.new_block_ids_to_zero or ())
         for block in scheduled.new_block_ids_to_zero or ():
             Life.current.memory[rank].update({(group, block): EMPTY for group in range(Life.current.groups)})
@@ -183,7 +206,7 @@ class Filling(Overlapping):
             unlike = life.first_unlike(rank, table.blocks, life.keys(request_id, 0, begin))
             if unlike is not None:
                 where = f"{request_id} is computed on its block {unlike} of rank {rank}"
-                if life.may_be_bad:
+                if life.may_be_bad or life.may_break:
                     request = self.scheduler.requests[request_id]
                     self.doubtful.append((request, request.num_computed_tokens, where))
                 else:
@@ -215,19 +238,22 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
     """Saves each block that it is shown as computed, and some when their request has ended.
 
     It knows blocks from what it is given and shown only, as vLLM's own connectors do. Loads are late, fail, are bad, or
-    it raises, as its life has it.
+    it raises, as its life has it. So it is with loads that it was not chosen for: as UCM and Tair it may load what its
+    last lookup found. It reports what breaks.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.life, self.rank = Life.current, vllm_config.parallel_config.rank
         self.index: int = self._kv_transfer_config.get_from_extra_config("tag", 0)
-        self.asked: dict[str, tuple[int, bool]] = {}
+        self.asked: dict[str, tuple[int, int, bool]] = {}
+        self.taken: set[str] = set()  # requests of its asynchronous loads that nobody ordered
         self.given: dict[str, list[list[int]]] = {}
         self.tables = Tables()
         self.next = Meta()
         self.to_load_in_step: dict[str, Move] = {}
         self.open: list[tuple[Move, Counter[str]]] = []
+        self.open_unchosen: list[tuple[Move, Counter[str]]] = []
         self.saving: list[tuple[Move, Counter[str]]] = []
         self.bad: set[int] = set()
 
@@ -239,12 +265,15 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
         self._may_raise("get_num_new_matched_tokens")
         if self.life.happens(self.index, "late"):
             return None, False
+        if request.request_id in self.taken:  # the end of that load would pass for the next one's
+            return 0, False
         store, keys = self.life.stores[self.index], self.life.chains[request.request_id][BLOCK::BLOCK]
         most = (request.num_prompt_tokens - 1) // BLOCK
         known = next((i for i, key in enumerate(keys[:most]) if key not in store), most)
         tokens = known * BLOCK - num_computed_tokens
-        self.asked[request.request_id] = num_computed_tokens // BLOCK, self.life.happens(self.index, "async")
-        return (tokens, self.asked[request.request_id][1]) if tokens > 0 else (0, False)
+        is_async = self.life.happens(self.index, "async")
+        self.asked[request.request_id] = num_computed_tokens // BLOCK, known, is_async
+        return (tokens, is_async) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._may_raise("update_state_after_alloc")
@@ -252,14 +281,27 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
         self.tables.pop(of, None)  # if it was preempted in a step that was not shown
         self.given[of] = given = [[*group] for group in blocks.get_block_ids()]
         if num_external_tokens:
-            first, is_async = self.asked[of]
+            first, _, is_async = self.asked.pop(of)
             last = first + num_external_tokens // BLOCK
             move = Move(of, self.life.keys(of, first, last * BLOCK), [group[first:last] for group in given])
             self.life.rig.seen[f"{'a' if is_async else ''}synchronous loads"] += 1
             if is_async:
+                self.life.between.add(of)
                 self.next.loads.append(move)
             else:
                 self.to_load_in_step[of] = move
+        elif of in self.asked and self.asked[of][2] and (unchosen := self._unchosen(of, given)):
+            self.next.unchosen += unchosen
+            self.taken.add(of)
+
+    def _unchosen(self, of: str, blocks: list[list[int]]) -> list[Move]:
+        """Return the load of what the last lookup found, if there is to be one."""
+        first, last, is_async = self.asked.pop(of, (0, 0, False))
+        last = min(last, *map(len, blocks))
+        if last <= first or not self.life.happens(self.index, "unchosen"):
+            return []
+        self.life.rig.seen[f"unchosen {'a' if is_async else ''}synchronous loads"] += 1
+        return [Move(of, self.life.keys(of, first, last * BLOCK), [group[first:last] for group in blocks])]
 
     def build_connector_meta(self, scheduler_output: Any) -> Meta:
         self._may_raise("build_connector_meta")
@@ -275,6 +317,8 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
                 self.life.wrong.append(f"{request_id} has other blocks than {self.index} was given")
             if request_id in self.to_load_in_step:
                 meta.loads_in_step.append(self.to_load_in_step.pop(request_id))
+            else:
+                meta.unchosen_in_step += self._unchosen(request_id, self.tables[request_id].blocks)
         for request_id, n in scheduler_output.num_scheduled_tokens.items():
             table = self.tables[request_id]
             first, table.computed = table.computed // BLOCK, table.computed + n
@@ -288,7 +332,7 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
         self.to_load_in_step.pop(of, None)
         table = self.tables.get(of)
         last = min(request.num_computed_tokens, table.computed) // BLOCK if table is not None else 0
-        if not last or self.life.may_be_bad or not self.life.happens(self.index, "promises"):
+        if not last or self.life.may_be_bad or self.life.may_break or not self.life.happens(self.index, "promises"):
             return False, None
         self.life.rig.seen["promised saves"] += 1
         blocks = [[*group[:last]] for group in block_ids]
@@ -303,8 +347,28 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
             # Others would save them in this step, with vLLM's router too.
             is_bad = self.life.may_be_bad and self.life.happens(self.index, "bad")
             self._load(move, is_good=not is_bad)
-            self.bad.update(move.blocks[0] if is_bad else ())
+            self._report_bad(move.blocks[0] if is_bad else ())
+        for move in meta.unchosen_in_step:
+            # vLLM computes blocks once more that were loaded, and not those that it has just computed.
+            is_before = self.life.loads_first and move.request not in self.life.between
+            self._load_unchosen(move, may_break=self.life.may_break and is_before)
+        self.open_unchosen += [(move, Counter()) for move in meta.unchosen]
         self.open += [(move, Counter()) for move in meta.loads]
+
+    def _load_unchosen(self, move: Move, *, may_break: bool) -> bool:
+        """Write what was found; return whether that breaks."""
+        is_broken = may_break and self.life.happens(self.index, "breaks")
+        self.life.rig.seen[BREAKS] += is_broken
+        if is_broken:
+            self._load(move, is_good=False)
+        else:
+            self.life.fill_found(self.rank, move)
+        self._report_bad(move.blocks[0] if is_broken and self.life.groups == 1 else ())
+        return is_broken
+
+    def _report_bad(self, blocks: Iterable[int]) -> None:
+        self.bad.update(blocks)
+        self.life.broken[self.rank].update(blocks)
 
     def _load(self, move: Move, *, is_good: bool) -> None:
         self.life.fill(self.rank, move.blocks, move.keys if is_good else [EMPTY] * len(move.keys))
@@ -322,7 +386,7 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
 
     def _save(self, move: Move) -> None:
         unlike = self.life.first_unlike(self.rank, move.blocks, move.keys)
-        if unlike is not None and not self.bad:
+        if unlike is not None and not self.life.broken[self.rank]:  # others save them in this step, with any router
             self.life.wrong.append(f"{move.request}: {self.index} saves an unfilled block of rank {self.rank}")
         self.life.stores[self.index].update(move.keys[:unlike])
 
@@ -337,14 +401,29 @@ class Storing(KVConnectorBase_V1, SupportsHMA):
         results = KVConnectorTransferResults()
         for move in self._ended(self.open):
             results.finished_recving.add(move.request)
+            self.life.arrived[self.rank][move.request] = True
             fails, is_bad = (self.life.happens(self.index, what) for what in ("fails", "bad"))
             self._load(move, is_good=not fails and not is_bad)
             results.failed_recving.update([move.request] if fails else [])
-            self.bad.update(move.blocks[0] if is_bad and not fails else ())
+            self._report_bad(move.blocks[0] if is_bad and not fails else ())
+        for move in self._ended(self.open_unchosen):
+            results.finished_recving.add(move.request)
+            is_open = self._is_waiting(move) and self.life.arrived[self.rank].get(move.request, True)
+            if is_open and self._load_unchosen(move, may_break=True) and self.life.groups > 1:
+                results.failed_recving.add(move.request)
         for move in self._ended(self.saving):
             results.finished_sending.add(move.request)
             self._save(move)
         return results
+
+    def _is_waiting(self, move: Move) -> bool:
+        """Return whether the request still waits with these blocks: else vLLM takes no more reports about them."""
+        scheduler = self.life.rig.scheduler
+        request = scheduler.requests.get(move.request)
+        if request is None or request.status.name != "WAITING_FOR_REMOTE_KVS":
+            return False
+        held = scheduler.kv_cache_manager.get_block_ids(move.request)
+        return all(set(blocks) <= set(group) for blocks, group in zip(move.blocks, held, strict=True))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad, self.bad = self.bad, set()
@@ -367,7 +446,8 @@ def test_only_filled_blocks_are_computed_on_and_saved(running: Running, clock: l
         found = (life.wrong, sorted(life.rig.scheduler.requests), life.rig.held_blocks)
         assert found == ([], [], 0), f"{running}, seed {seed}"
         seen += life.rig.seen
-    assert seen.keys() == SEEN | running.seen, "the lives have what they are for"
+    assert seen.keys() - {BREAKS} == SEEN | running.seen, "the lives have what they are for"
+    assert seen[BREAKS] or (running.is_v2 and running.is_async), "there most receipts are under way by then"
 
 
 def _live(life: Life, clock: list[int]) -> None:
