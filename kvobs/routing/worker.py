@@ -251,7 +251,7 @@ class WorkerSide:
         if self.gates is not None and self._meta is not None:
             for request, load in self.gates.failed_sync_loads(self._meta):
                 self._failed_syncs.add(request)
-                passed_on |= _blocks_of(load)
+                passed_on |= _blocks_of(load) if self.ids_are_unique else set()  # or vLLM ends the engine
             for _, load in self.gates.overwritten(self._resumed):
                 passed_on |= _blocks_of(load) if self.ids_are_unique else set()
         return passed_on

@@ -274,3 +274,16 @@ def test_bad_blocks_that_can_not_be_read_fail_the_load(engine: Isolating, a: Scr
     engine.run_to_end("r")
     assert counted(engine.rig, "kvobs_loads_total", 0, "async", "failed") == 1
     assert_nothing_is_left(engine.rig)
+
+
+def test_with_several_groups_a_raise_beside_anothers_load_ends_no_engine(a: Script, b: Script) -> None:
+    """vLLM ends the engine on bad blocks there."""
+    a.offers["r"] = b.offers["r"] = (2 * BLOCK, False)
+    a.raises["start_load_kv"] = OSError("a is stuck")
+    rig = Rig(
+        "kvobs", connectors=[child_config(a), child_config(b)], kvobs={"names": ["a", "b"], "isolate": ["a"]}, groups=2
+    )
+    rig.add("r")
+    rig.run(4)
+    assert rig.status("r") == "gone"
+    assert [tokens for _, tokens, _ in b.called("update_state_after_alloc")] == [2 * BLOCK]
