@@ -1,5 +1,5 @@
-"""Copy blocks between two KV caches: ``copy_kv_blocks``, and the paths that it takes to and from a device."""
+"""Copy blocks between two KV caches: ``copy_kv_blocks``, and the path that it takes to and from a device."""
 
-from kvobs.blocks.copy import copy_kv_blocks, prepare
+from kvobs.blocks.copy import copy_kv_blocks
 
-__all__ = ["copy_kv_blocks", "prepare"]
+__all__ = ["copy_kv_blocks"]

@@ -27,7 +27,6 @@ def copy_kv_blocks(
     direction: str,
     *,
     block_dim: BlockDim = 0,
-    source_stays: bool = False,
 ) -> None:
     """Copy block ``src_block_ids[i]`` to block ``dst_block_ids[i]`` in every layer; complete at return.
 
@@ -46,8 +45,6 @@ def copy_kv_blocks(
         direction: "h2d" or "d2h".
         block_dim: which dimension counts the blocks, in all layers or for each layer by name: 1 in tensors with keys
             and values first, [2, blocks, ...].
-        source_stays: whether host memory keeps its bytes until the device's current stream is past the copies. If so,
-            "h2d" from pinned memory returns at once; else it waits for them, and so for what was queued before.
 
     Raises:
         ValueError: names the difference and the layer.
@@ -71,23 +68,9 @@ def copy_kv_blocks(
     if device is None:
         _copy_within_host(layers, find_runs(src_ids, dst_ids))
         return
-    from kvobs.blocks.device import copier_of
+    from kvobs.blocks.staged import copy_staged
 
-    copier_of(device).copy(layers, src_ids, dst_ids, direction, source_stays=source_stays)
-
-
-def prepare(kv_caches: Caches, *, block_dim: BlockDim = 0) -> None:
-    """Allocate the buffers that copies from and to these caches on a CUDA device need.
-
-    Otherwise the first copy does, and a CUDA graph that is captured meanwhile fails: call this where
-    ``copy_kv_blocks`` is handed over. For caches in host memory there is nothing to do.
-    """
-    layers = _layers([(name, cache, cache) for name, cache in kv_caches.items()], block_dim)
-    if not layers or layers[0].src.device.type != "cuda":
-        return
-    from kvobs.blocks.device import copier_of
-
-    copier_of(layers[0].src.device).prepare(layers)
+    copy_staged(layers, src_ids, dst_ids, direction)
 
 
 def _ids(side: str, ids: Sequence[int]) -> Ids:

@@ -55,16 +55,6 @@ class Layout(NamedTuple):
     def block_bytes(self) -> int:
         return self.unit * prod(self.sizes)
 
-    @property
-    def piece_bytes(self) -> int:
-        """Return how many bytes of a block are contiguous on both sides."""
-        return self.unit * (self.sizes[-1] if self.sizes and self.dense else 1)
-
-    @property
-    def dense(self) -> bool:
-        """Return whether a block's innermost dimension has no gaps on either side."""
-        return not self.sizes or self.src.steps[-1] == self.dst.steps[-1] == self.unit
-
 
 class Layer(NamedTuple):
     """A layer's caches and their common layout."""

@@ -30,13 +30,15 @@ def caches(draw: st.DrawFn, blocks: int, dtype: torch.dtype, shape: tuple[int, .
 def memory(cache: torch.Tensor) -> torch.Tensor:
     """Return every byte of a cache's memory, those between its elements too."""
     storage = cache.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (len(storage),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage, 0, (len(storage),), (1,))
 
 
-def twin(cache: torch.Tensor) -> torch.Tensor:
-    """Return a copy that lies in memory in the same way."""
-    copy = memory(cache).clone().untyped_storage()
-    return torch.empty(0, dtype=cache.dtype).set_(copy, cache.storage_offset(), cache.shape, cache.stride())
+def twin(cache: torch.Tensor, place: str = "cpu") -> torch.Tensor:
+    """Return a copy that lies in that place's memory in the same way."""
+    copy = memory(cache).to(place, copy=True).untyped_storage()
+    return torch.empty(0, dtype=cache.dtype, device=place).set_(
+        copy, cache.storage_offset(), cache.shape, cache.stride()
+    )
 
 
 def by_a_loop(src: torch.Tensor, dst: torch.Tensor, pairs: Sequence[tuple[int, int]], block_dim: int) -> torch.Tensor:
