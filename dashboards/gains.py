@@ -15,7 +15,7 @@ def gains() -> Section:
         "Gain: time that loads save, time that requests wait for them",
         [
             (8, [(4, net_gain()), (4, _seen()), (8, _net()), (8, _saved())]),
-            (8, [(6, _slower()), (6, _lost()), (6, _tiers()), (6, _error())]),
+            (8, [(8, _slower()), (8, _lost()), (8, _tiers())]),
         ],
         collapsed=True,
     )
@@ -134,18 +134,4 @@ def _tiers() -> Panel:
         Query(SELECTION.rate(signals.HIT_TOKENS, "connector", "source"), "{{connector}} {{source}}"),
         unit="short",
         stacked=True,
-    )
-
-
-def _error() -> Panel:
-    return lines(
-        "Error of the estimate (share of step time)",
-        About(
-            "Absolute differences between estimated and observed step times, as a share of the observed.",
-            "Below 0.1 is good. It rises for a while when the load or the hardware's clock changes.",
-            "High for long: the gain is a rough number only; compare time to first token with and without loads.",
-            "It includes the noise of single steps, which largely cancels out in the gain.",
-        ),
-        Query(questions.estimate_error("kind"), "{{kind}}"),
-        unit="percentunit",
     )

@@ -46,8 +46,7 @@ INCIDENTS = (
         expr="""
             kvobs_oldest_in_flight_seconds{kind="resume"} > __load_age_s__
             unless ignoring (connector, kind)
-              sum without (kind) (kvobs_step_seconds_total)
-              != sum without (kind) (kvobs_step_seconds_total offset 90s)
+              kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s
             or (
               label_replace(
                 group without (version, vllm_version, native) (kvobs_build_info),
@@ -63,8 +62,7 @@ INCIDENTS = (
               unless ignoring (host, connector, kind) (
                 kvobs_oldest_in_flight_seconds{kind="resume"} > __load_age_s__
                 unless ignoring (connector, kind)
-                  sum without (kind) (kvobs_step_seconds_total)
-                  != sum without (kind) (kvobs_step_seconds_total offset 90s)
+                  kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s
               )
             )
         """,
@@ -110,8 +108,7 @@ INCIDENTS = (
               and ignoring (connector, kind) (
                 kvobs_in_flight{{kind=~"lookup|load|resume"}} > 0
                 unless ignoring (connector, kind)
-                  sum without (kind) (kvobs_step_seconds_total)
-                  != sum without (kind) (kvobs_step_seconds_total offset 90s)
+                  kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s
               )
             )
         """,

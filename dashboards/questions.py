@@ -177,11 +177,6 @@ def estimated_share(*by: str) -> str:
     return share(SELECTION.rate(signals.ESTIMATED_LOADS, *by), SELECTION.rate(signals.LOADS, *by, outcome="ok|failed"))
 
 
-def estimate_error(*by: str) -> str:
-    """Return the error of the estimated times of steps, as a share of the observed."""
-    return share(SELECTION.rate(signals.STEP_ESTIMATE_ERROR, *by), SELECTION.rate(signals.STEP_SECONDS, *by))
-
-
 def loaded_share() -> str:
     """Return the prompt tokens that connectors loaded, among all.
 

@@ -167,8 +167,7 @@ RECORDINGS = {
           and ignoring (connector, kind) (
             kvobs_in_flight{{kind=~"lookup|load|resume"}} > 0
             unless ignoring (connector, kind)
-              sum without (kind) (kvobs_step_seconds_total)
-              != sum without (kind) (kvobs_step_seconds_total offset 90s)
+              kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s
           )
         )
     """,

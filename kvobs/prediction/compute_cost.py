@@ -34,12 +34,6 @@ class Errors:
         self.observed_s += observed
         self.error_s += abs(expected - observed)
 
-    def take(self) -> tuple[float, float]:
-        """Return both totals since the last call."""
-        totals = self.observed_s, self.error_s
-        self.observed_s = self.error_s = 0.0
-        return totals
-
 
 class ComputeCost:
     """The running estimate of a prefill's duration in this engine, among its present decodes.

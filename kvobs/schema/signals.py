@@ -356,14 +356,7 @@ ESTIMATE_PREFILLS = Signal(
 STEP_SECONDS = Signal(
     "kvobs_step_seconds_total",
     "Duration of the steps compared with an estimate: those that prefill, without a sync load or an encoder's input, "
-    "and a part of those that only decode.",
-    {"kind": ("prefill", "decode")},
-    scope=Scope.PROCESS,
-)
-STEP_ESTIMATE_ERROR = Signal(
-    "kvobs_step_estimate_error_seconds_total",
-    "Sum of absolute differences between observed and estimated step times.",
-    {"kind": ("prefill", "decode")},
+    "and a part of those that only decode. While it stands still, the engine computes nothing.",
     scope=Scope.PROCESS,
 )
 REUSE_DISTANCE = Signal(

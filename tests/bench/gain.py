@@ -109,6 +109,7 @@ class Engine:
         side: SchedulerSide = core.engine_core.scheduler.connector._side
         observer: Any = side.observer
         gains = next(each for each in observer.observers if isinstance(each, Gains))
+        self.cost = gains._cost
         gains._listener = Composed([gains._listener, self.announced])
         self._busy = busy
         self._others: set[str] = set()
@@ -171,11 +172,12 @@ def pairs_of(engine: Engine, rounds: int) -> list[Pair]:
 
 
 def serve() -> None:
-    """Serve in a process with nothing else, and write the pairs down."""
+    """Serve in a process with nothing else; write down the pairs, and the estimate's error in per cent of the steps."""
     connector, busy, rounds, results = sys.argv[1:]
     with tempfile.TemporaryDirectory(prefix="kvobs-bench-") as folder:
-        pairs = pairs_of(Engine(connector, int(busy), Path(folder)), int(rounds))
-    Path(results).write_text(json.dumps(pairs), encoding="utf-8")
+        engine = Engine(connector, int(busy), Path(folder))
+        pairs, errors = pairs_of(engine, int(rounds)), engine.cost.prefill_errors
+    Path(results).write_text(json.dumps([pairs, 100 * errors.error_s / errors.observed_s]), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # the engine's own end is not measured, and takes seconds
 
@@ -252,10 +254,12 @@ class Case(NamedTuple):
 def measure(rounds: int, say: Callable[[str], None]) -> Part:
     """Measure every connector in an idle and in a busy engine, each in a process of its own."""
     cases: list[Case] = []
+    steps: list[Line] = []
     for connector in CONNECTORS:
         for engine, others in BUSY.items():
             say(f"  {connector}, {engine} engine")
-            pairs = _run(connector, others, rounds)
+            pairs, step_error = _run(connector, others, rounds)
+            steps.append(Line(f"a step that prefills, {connector}, {engine} engine", "%", [step_error]))
             cases += [
                 Case(connector, engine, tokens, [pair for pair in pairs if pair.tokens == tokens]) for tokens in LENGTHS
             ]
@@ -270,11 +274,11 @@ def measure(rounds: int, say: Callable[[str], None]) -> Part:
     share = Line(f"the right sign, of {len(cases)} cases", "%", [right], budget=SIGNS)
     return Part(
         f"A load's announced gain, prompts of {LENGTHS[0]} to {LENGTHS[-1]} tokens: the difference from the real one",
-        [*errors, share],
+        [*errors, share, *steps],
     )
 
 
-def _run(connector: str, busy: int, rounds: int) -> list[Pair]:
+def _run(connector: str, busy: int, rounds: int) -> tuple[list[Pair], float]:
     with tempfile.TemporaryDirectory(prefix="kvobs-bench-") as folder:
         results = Path(folder) / "pairs.json"
         command = [sys.executable, "-m", __name__, connector, str(busy), str(rounds), str(results)]
@@ -283,7 +287,8 @@ def _run(connector: str, busy: int, rounds: int) -> list[Pair]:
         ended = subprocess.run(command, check=False, env=os.environ | own, capture_output=True, text=True, timeout=600)
         if ended.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stderr[-4000:]}")
-        return [Pair(*pair) for pair in json.loads(results.read_text(encoding="utf-8"))]
+        pairs, step_error = json.loads(results.read_text(encoding="utf-8"))
+        return [Pair(*pair) for pair in pairs], step_error
 
 
 def _table(cases: Sequence[Case]) -> str:

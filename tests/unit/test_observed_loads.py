@@ -190,10 +190,7 @@ def test_loads_saved_and_waited_seconds(monkeypatch: pytest.MonkeyPatch, a: Scri
     for i in range(40):
         engine.rig.add(f"cold{i}", tokens=20 + 7 * i % 90, max_tokens=1)
         engine.step()
-    for kind in ("prefill", "decode"):
-        assert (engine.value("kvobs_step_seconds_total", None, kind=kind) > 0) == (kind == "prefill")
-    error = engine.value("kvobs_step_estimate_error_seconds_total", None, kind="prefill")
-    assert error < 0.05 * engine.value("kvobs_step_seconds_total", None, kind="prefill")
+    assert engine.value("kvobs_step_seconds_total", None) > 0
     a.offers["slow"], b.offers["quick"] = KV, SYNC
     for request in ("slow", "quick"):
         engine.rig.add(request)

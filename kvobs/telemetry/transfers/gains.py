@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 _TOKENS_PER_DECODE = 16  # at most, with speculative decoding
 _LEARNED_FROM = 512  # steps at the latest; usually those of a flush
 _DECODES = 4  # steps that only decode: of more, which are much alike, a few are learned from
-_STEPS = {kind: signals.slot(signals.STEP_SECONDS, kind) for kind in signals.STEP_SECONDS.labels["kind"]}
+_STEPS = signals.slot(signals.STEP_SECONDS)
 _PREFILLS = signals.slot(signals.ESTIMATE_PREFILLS)
-_ERRORS = {kind: signals.slot(signals.STEP_ESTIMATE_ERROR, kind) for kind in signals.STEP_ESTIMATE_ERROR.labels["kind"]}
 
 
 def step_limits(vllm_config: Any) -> tuple[int, int]:
@@ -38,8 +37,8 @@ class Gains(Observer):
     An async load is weighed when vLLM allocates its request again, for the step that resumes it; a sync load and a
     failed one when they end. Loads of requests that have ended are not weighed.
 
-    ``recorder`` receives how good the estimate is, ``listener`` ``load_weighed``; ``chunk`` and ``in_flight`` are the
-    ``step_limits``.
+    ``recorder`` receives how much the estimate has seen, ``listener`` ``load_weighed``; ``chunk`` and ``in_flight`` are
+    the ``step_limits``.
     """
 
     def __init__(self, recorder: Recorder, listener: Observer, chunk: int, in_flight: int) -> None:
@@ -49,7 +48,7 @@ class Gains(Observer):
         self._times = StepTimes(in_flight)
         self._ended: list[tuple[int, Work]] = []  # steps that are not learned from yet
         self._learn_from = _LEARNED_FROM  # so many of them
-        self._prefills = 0  # those that are recorded
+        self._prefills = self._step_ns = 0  # those that are recorded
         self._resuming: dict[str, tuple[Load, int]] = {}  # requests whose load is in -> the load, when it ended
 
     def __len__(self) -> int:
@@ -83,18 +82,17 @@ class Gains(Observer):
 
     @contained("record")
     def flush(self, *, goes_on: bool = False) -> None:
-        """Record how good the estimate was since the last time; if the engine ``goes_on``, the next step learns."""
+        """Record how much more the estimate has seen; if the engine ``goes_on``, the next step learns."""
         self._learn_from = 0
         if not goes_on:
             self._learn()
         if new := self._cost.prefills - self._prefills:
             self._prefills += new
             self._recorder.count(None, _PREFILLS, new)
-        for kind, errors in (("prefill", self._cost.prefill_errors), ("decode", self._cost.decode_errors)):
-            if errors.observed_s:
-                observed_s, error_s = errors.take()
-                self._recorder.count(None, _STEPS[kind], int(observed_s * 1e9))
-                self._recorder.count(None, _ERRORS[kind], int(error_s * 1e9))
+        steps_s = self._cost.prefill_errors.observed_s + self._cost.decode_errors.observed_s
+        if new := int(steps_s * 1e9) - self._step_ns:
+            self._step_ns += new
+            self._recorder.count(None, _STEPS, new)
 
     def load_ended(self, request_id: str, load: Load) -> None:
         if load.aborted:

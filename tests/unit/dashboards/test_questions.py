@@ -25,7 +25,7 @@ def child(name: str, **counters: str) -> dict[str, str]:
 CALLED = {"call_duration_seconds_sum": "0+0.01x20"}
 OLDEST = 'kvobs_oldest_in_flight_seconds{{connector="{}",kind="{}"}}'.format
 COUNT = 'kvobs_call_duration_seconds_count{connector="blocking",hook="get_num_new_matched_tokens"}'
-STEP = 'kvobs_step_seconds_total{{kind="{}"}}'.format
+STEPS = f"kvobs_step_seconds_total{{{HOST[1:]}}}"
 
 
 def calls(name: str, hook: str, seconds: str) -> dict[str, str]:
@@ -84,7 +84,7 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
     asking = series | {COUNT: "0+700x20"}
     assert names[int(answers(tmp_path, asking, asked)["blocking"])] == "Slow"
     # Where a step computes, a loaded request may wait for others.
-    computing = asking | {STEP("decode"): RISING, OLDEST("with resume", "load"): "0x20"}
+    computing = asking | {STEPS: RISING, OLDEST("with resume", "load"): "0x20"}
     again = {of: names[int(number)] for of, number in answers(tmp_path, computing, asked).items()}
     assert set(states) - set(again) == {"with resume"}
     assert {of: again[of] for of in again} == {of: states[of] for of in again}
@@ -362,11 +362,6 @@ BY_LABEL: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
     "index": (
         child("cpu", loads_total__ok="0+120x20"),
         questions.with_index(SELECTION.rate(signals.LOADS, *by_connector)), {"0": 2},
-    ),
-    "kind": (
-        {STEP("prefill"): RISING, STEP("decode"): RISING,
-         'kvobs_step_estimate_error_seconds_total{kind="prefill"}': "0+6x20"},
-        questions.estimate_error("kind"), {"prefill": 0.1, "decode": 0},
     ),
     "instance": (  # the name depends on the collector's settings; neither its job nor its address is an engine's
         {LOST("send_failed_spans", "a"): RISING, LOST("send_failed_spans_total", "b"): "0+120x20",

@@ -1,6 +1,7 @@
 """An engine with a known cost function: its steps are mixed, its prefills chunked, and what they cost is found."""
 
 import random
+from dataclasses import astuple, replace
 from statistics import mean
 from typing import NamedTuple
 
@@ -190,20 +191,18 @@ def test_predictions_are_never_negative(
 def test_the_error_is_measured_before_a_step_is_learned() -> None:
     rig = Rig(GPU, 4, noise=0.0)
     rig.step(400)
-    for errors in (rig.estimate.prefill_errors, rig.estimate.decode_errors):
-        errors.take()
+    prefill, decode = replace(rig.estimate.prefill_errors), replace(rig.estimate.decode_errors)
     rig.estimate.observe(1.0, 0, 0, 1, 100)  # a hundred times what it should take
-    observed, error = rig.estimate.decode_errors.take()
-    assert observed == 1.0
-    assert error == pytest.approx(0.992, abs=0.01)
-    assert rig.estimate.decode_errors.take() == rig.estimate.prefill_errors.take() == (0, 0)
+    assert rig.estimate.decode_errors.observed_s - decode.observed_s == pytest.approx(1.0)
+    assert rig.estimate.decode_errors.error_s - decode.error_s == pytest.approx(0.992, abs=0.01)
+    assert rig.estimate.prefill_errors == prefill
 
 
 def test_errors_add_up_in_either_direction() -> None:
     errors = Errors()
     errors.note(1.0, 3.0)
     errors.note(3.0, 1.0)
-    assert errors.take() == (4.0, 4.0)
+    assert errors == Errors(4.0, 4.0)
 
 
 def test_predictions_are_those_that_the_constants_were_chosen_by() -> None:
@@ -216,7 +215,7 @@ def test_predictions_are_those_that_the_constants_were_chosen_by() -> None:
         estimate.observe(took * dice.uniform(0.8, 1.2), tokens, pairs, decodes, context)
         if i % 40 == 39:
             seen += [estimate.predict(300, 100), estimate.predict(1300, 200)]
-    seen += [*estimate.prefill_errors.take(), *estimate.decode_errors.take()]
+    seen += [*astuple(estimate.prefill_errors), *astuple(estimate.decode_errors)]
     assert seen == pytest.approx(
         [0.0144079, 0.0554139, 0.0166474, 0.0665133, 0.0142177, 0.0605101, 0.0164653,
          0.0661692, 0.0154261, 0.0653987, 0.0157092, 0.0629363,

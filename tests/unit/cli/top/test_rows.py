@@ -131,7 +131,7 @@ def called(recorder: Recorder, ms: int = 1) -> None:
 
 
 def computing(recorder: Recorder) -> None:
-    recorder.count(None, slot(signals.STEP_SECONDS, "decode"), MS)
+    recorder.count(None, slot(signals.STEP_SECONDS), MS)
 
 
 def polling(recorder: Recorder) -> None:

@@ -6,7 +6,7 @@ OLDEST = 'kvobs_oldest_in_flight_seconds{kind="save"}'
 OLDEST_LOAD = OLDEST.replace("save", "load")
 OLDEST_LOOKUP = OLDEST.replace("save", "lookup")
 OLDEST_RESUME = OLDEST.replace("save", "resume")
-STEPS = 'kvobs_step_seconds_total{kind="decode"}'
+STEPS = "kvobs_step_seconds_total"
 LOADED, RUNNING = 'vllm:num_requests_kv_fetch_by_stage{stage="completed_waiting"}', "vllm:num_requests_running"
 ASKED = {'kvobs_in_flight{kind="lookup"}': "4+0x400"}
 STUCK = 'kvobs_stuck_transfers_total{rank="1"}'
