@@ -14,7 +14,7 @@
 #include <string.h>
 #include <time.h>
 
-#define VERSION 2
+#define VERSION 3
 #define BITS 65 /* of a duration: 0 to 64 */
 #define RECORD 3 /* words: begin and duration of a call, and which it was */
 #define CALLS_AT 32 /* the first bit of the number of calls in a record's last word; see kvobs/probe/ring.py */
@@ -379,9 +379,9 @@ static PyObject *probe_timed(Probe *self, PyObject *args) {
 }
 
 static PyObject *probe_fan_out(Probe *self, PyObject *args) {
-    PyObject *targets, *arguments; /* the names are for Python's twin */
+    PyObject *targets;
     Py_ssize_t fan_outs;
-    if (!PyArg_ParseTuple(args, "O!nO:fan_out", &PyTuple_Type, &targets, &fan_outs, &arguments)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!n:fan_out", &PyTuple_Type, &targets, &fan_outs)) return NULL;
     if (fan_outs < 0) return PyErr_Format(PyExc_ValueError, "%zd is no position", fan_outs);
     return new_calls(self, targets, fan_outs);
 }

@@ -47,7 +47,7 @@ class LayerCalls:
         timed = tuple(recorder.target(i, hook, call, partial(self._notice, i)) for i, call in targets)
         probe, self.fan_out = recorder.probe, NOTHING[hook]
         if targets:
-            self.fan_out = probe.fan_out(timed, self._fan_outs, ARGUMENTS[hook])
+            self.fan_out = probe.fan_out(timed, self._fan_outs)
         of_layers = dict(zip([target.child for target in targets], timed, strict=True))
         step_hook, signal = WAITS[hook]
         rows = [

@@ -66,7 +66,7 @@ class Probe(Protocol):
     def timed(self, *target: Any) -> Call:
         """Return the call of a ``Target``, timed; answers and exceptions pass untouched."""
 
-    def fan_out(self, targets: tuple[Target, ...], fan_outs: int, arguments: Sequence[str], /) -> Call:
+    def fan_out(self, targets: tuple[Target, ...], fan_outs: int, /) -> Call:
         """Return a call of all targets, each timed: one reading of the clock ends a call and begins the next.
 
         The first of the two words at ``fan_outs`` counts the fan-outs that have ended. The second is when the last one
@@ -94,7 +94,7 @@ class PureProbe(Probe):
         self.words, self._buckets, self._total = words, buckets, total
         self._ring, self._last, self._next = ring, len(words) - 2 * WORDS, [ring]
         self._short_ns = 2 ** (bisect_right(buckets, buckets[0]) - 1)  # the first bucket's bound
-        self._short: dict[int, tuple[tuple[Target, ...], Callable[[], list[int]], list[int]]] = {}
+        self._short: dict[int, tuple[tuple[Target, ...], list[int], list[int]]] = {}
 
     def note(self, begin_ns: int, spent_ns: int, what: int, /) -> None:
         words, at = self.words, self._next[0]
@@ -144,27 +144,11 @@ class PureProbe(Probe):
 
         return timed
 
-    def fan_out(self, targets: tuple[Target, ...], fan_outs: int, arguments: Sequence[str], /) -> Call:
+    def fan_out(self, targets: tuple[Target, ...], fan_outs: int, /) -> Call:
         words, clock, recorded = self.words, self._clock, [self.timed(*target) for target in targets]
-
-        def count(begins: Sequence[int], subject: object) -> None:
-            self.settle(fan_outs)
-            for target, begin, end in zip(targets, begins, begins[1:], strict=False):
-                ns = end - begin
-                ns = target.notice(begin, ns, subject) if ns > target.noticed_ns else ns
-                self.observe(target.histogram, self._buckets, self._total, ns)
-
-        def ended(begins: Sequence[int], subject: object) -> None:
-            """Count a fan-out that was long as a whole, call by call."""
-            count(begins, subject)
-            words[fan_outs] += 1
-
-        def failed(scope: dict[str, Any], error: BaseException) -> None:
-            """Count the calls of a fan-out that an exception ended."""
-            begins = [scope[f"t{i}"] for i in range(len(targets)) if f"t{i}" in scope]
-            end = clock()
-            count(begins, scope[arguments[0]])
-            targets[len(begins) - 1].failed(begins[-1], end - begins[-1], error, scope[arguments[0]])
+        calls = [(i, target.begun, target.call) for i, target in enumerate(targets)]
+        short_ns = min([self._short_ns, *(target.noticed_ns for target in targets)])
+        ended, short = fan_outs + 1, [0] * (len(targets) + 1)  # the short ones: their times, and their number
 
         def general(*args: Any, **kwargs: Any) -> None:
             self.settle(fan_outs)  # the number of a slow layer is one of all before it
@@ -173,24 +157,57 @@ class PureProbe(Probe):
                     call(*args, **kwargs)
                 words[fan_outs] += 1
             finally:
-                words[fan_outs + 1] = clock()
+                words[ended] = clock()
 
-        scope: dict[str, Any] = {f"c{i}": target.call for i, target in enumerate(targets)}
-        scope |= {"words": words, "clock": clock, "ended": ended, "failed": failed, "general": general}
-        short_ns = min([self._short_ns, *(target.noticed_ns for target in targets)])
-        source = _source(arguments, [target.begun for target in targets], fan_outs + 1, short_ns)
-        exec(compile(source, "<kvobs: fan-out>", "exec"), scope)
-        fan_out: Call
-        fan_out, short = scope["unrolled"]()
-        self._short[fan_outs] = targets, short, [0] * (len(targets) + 1)
+        def fan_out(*args: Any, **kwargs: Any) -> None:
+            if kwargs or not args:
+                return general(*args, **kwargs)
+            times: list[int] = []
+            i, first = 0, clock()
+            begin = first
+            try:
+                for i, begun, call in calls:  # noqa: B007 - an exception ends call i
+                    words[begun] = begin
+                    call(*args)
+                    end = clock()
+                    times.append(end - begin)
+                    begin = end
+                words[ended] = begin
+            except BaseException as error:
+                try:
+                    spent = clock() - first
+                    self._count(fan_outs, first, times[:i], args[0])
+                    ended_ns = sum(times[:i])
+                    targets[i].failed(first + ended_ns, spent - ended_ns, error, args[0])
+                finally:
+                    words[ended] = clock()  # a signal may end that before its first line
+                raise
+            if begin - first > short_ns:
+                self._count(fan_outs, first, times, args[0])
+                words[fan_outs] += 1
+            else:
+                for i, ns in enumerate(times):
+                    short[i] += ns
+                short[-1] += 1
+            return None
+
+        self._short[fan_outs] = targets, short, short[:]
         return fan_out
 
+    def _count(self, fan_outs: int, begin: int, times: Sequence[int], subject: object) -> None:
+        """Count the calls of a fan-out that was long, or failed."""
+        self.settle(fan_outs)
+        for target, ns in zip(self._short[fan_outs][0], times, strict=False):
+            counted = target.notice(begin, ns, subject) if ns > target.noticed_ns else ns
+            self.observe(target.histogram, self._buckets, self._total, counted)
+            begin += ns
+
     def settle(self, fan_outs: int) -> None:
-        """Count the short fan-outs: a local variable takes a third of the time of a page's word."""
+        """Count the short fan-outs: a list's element takes less time than a page's word."""
         if fan_outs not in self._short:
             return
         targets, short, before = self._short[fan_outs]
-        n, *times = map(int.__sub__, now := short(), before)
+        *times, n = map(int.__sub__, now := short[:], before)
         before[:] = now
         if n:
             self.words[fan_outs] += n
@@ -233,32 +250,3 @@ class PureWaits(Waits):
                 probe.observe(row.stalls, self._buckets, self._total, stall)
             steps[i] += in_layers
         return steps
-
-
-def _source(arguments: Sequence[str], begun: Sequence[int], ended: int, short_ns: int) -> str:
-    """Write a fan-out as straight-line code, since a loop takes twice as long, and what returns its sums."""
-    n, names = len(begun), ", ".join(arguments)
-    sums = ", ".join(["short", *(f"s{i}" for i in range(n))])
-    lines = [
-        "def unrolled():",
-        f"    {sums} = {', '.join('0' * (n + 1))}",
-        f"    def fan_out({names}, *, words=words, clock=clock{''.join(f', c{i}=c{i}' for i in range(n))}, **kwargs):",
-        f"        nonlocal {sums}",
-        f"        if kwargs: return general({names}, **kwargs)",
-        "        try:",
-    ]
-    for i, at in enumerate(begun):
-        lines += [f"            words[{at}] = t{i} = clock()", f"            c{i}({names})"]
-    lines += [
-        f"            words[{ended}] = t{n} = clock()",
-        "        except BaseException as error:",
-        "            try: failed(locals(), error)",
-        f"            finally: words[{ended}] = clock()",  # a signal may end that before its first line
-        "            raise",
-        f"        if t{n} - t0 > {short_ns}: ended(({''.join(f't{i}, ' for i in range(n + 1))}), {arguments[0]})",
-        "        else:",
-        "            short += 1",
-        *(f"            s{i} += t{i + 1} - t{i}" for i in range(n)),
-        f"    return fan_out, lambda: [{sums}]",
-    ]
-    return "\n".join(lines)

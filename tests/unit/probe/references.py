@@ -40,7 +40,7 @@ def calls(probe: Any) -> Iterator[Any]:
         for more in ((-1, notice, failed), (2**62, notice, failed), (-1, ends, ends)):
             target = (call, 0, 10, *more)
             yield probe.timed(*target)
-            yield probe.fan_out((target,) * 3, 40, ("a",))
+            yield probe.fan_out((target,) * 3, 40)
 
 
 def refused(probe: Any) -> None:
@@ -52,7 +52,7 @@ def refused(probe: Any) -> None:
         with suppress(ValueError, TypeError):
             probe.timed(*arguments)
     with suppress(ValueError):
-        probe.fan_out(((works, 0, 10, 0, notice, failed), outside), 40, ())
+        probe.fan_out(((works, 0, 10, 0, notice, failed), outside), 40)
     with suppress(ValueError):
         probe.waits(((0, 0, 9999, 0),), 40, bytes(65), 12)
 

@@ -215,7 +215,7 @@ def test_what_ends_the_process_passes(kind: Kind, error: BaseException, has_fail
         raise error
 
     for call in (probe.timed(*(target := Target({}.__getitem__ if has_failed else str, 0, 10, -1, ends, ends))),
-                 probe.fan_out((target,) * 2, 40, ("key",))):  # fmt: skip
+                 probe.fan_out((target,) * 2, 40)):  # fmt: skip
         before = sys.getrefcount(error)
         for _ in range(100):
             with pytest.raises(type(error)) as raised:
@@ -246,7 +246,7 @@ def test_the_compiled_one_refuses_positions_outside_of_its_page() -> None:
         with pytest.raises(ValueError, match="words at"):
             probe.timed(len, begun, histogram, 0, len, len)
     refused: list[Callable[[], object]] = [
-        lambda: probe.fan_out((), 99, ()),
+        lambda: probe.fan_out((), 99),
         lambda: probe.take(99, bytearray(16)),
         lambda: probe.waits(((0, 0, 90, 0),), 0, bytes(65), 12),
     ]
