@@ -18,6 +18,7 @@ INTERNAL = {
     "kvobs.schema.signals": {
         *("Series", "slot", "find", "locate", "place", "of_child"),  # places in the payload
         "labelnames",  # of what the exporter serves
+        "no_estimate",  # a text of commands
         *("is_timed", "hook_label"),  # about hooks; they are here because labels need them
     },
     "kvobs.schema.spans": {"Record", "observed_in"},  # a span on its way to the exporter
