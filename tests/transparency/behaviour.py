@@ -85,7 +85,7 @@ class SchedulerHalf(Half):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._calls: Counter[Any] = Counter()
-        self._offers: dict[str, tuple[int, bool]] = {}  # the last lookup: local tokens, is_async
+        self._offers: dict[str, tuple[int, int, bool]] = {}  # the last lookup: local tokens, its own, is_async
         self._loads: list[Load] = []
         self._saves: list[Save] = []
         self._load_count: Counter[str] = Counter()
@@ -101,6 +101,7 @@ class SchedulerHalf(Half):
     def on_get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         name, character = request.request_id, self.character
         nth = self._nth("lookup", name)
+        self._offers.pop(name, None)
         if self.happens(character.pending, "pending", name, nth):
             self.books.run.seen["not yet"] += 1
             return None, False
@@ -115,7 +116,7 @@ class SchedulerHalf(Half):
                 return 0, False
             if request.num_preemptions == self._preemptions[name]:  # it has not run since
                 self.books.run.mark(Cause.OFFERED_AGAIN, self.index, name)
-        self._offers[name] = (num_computed_tokens, is_async)
+        self._offers[name] = (num_computed_tokens, tokens, is_async)
         return tokens, is_async
 
     def _stored(self, request: Any, is_async: bool) -> int:
@@ -133,12 +134,17 @@ class SchedulerHalf(Half):
         return {SOURCES[self.index]: num_external_tokens}
 
     def on_update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if not num_external_tokens:
-            return
         name = request.request_id
-        local, is_async = self._offers[name]
-        first, end = local // self.life.block, -(-(local + num_external_tokens) // self.life.block)
+        local, found, is_async = self._offers.pop(name, (0, 0, False))
+        first, end = local // self.life.block, -(-(local + (num_external_tokens or found)) // self.life.block)
         ids = tuple(tuple(group[first:end]) for group in blocks.get_block_ids())
+        if not num_external_tokens:
+            # The end of one that is asynchronous is a stray report.
+            may_load = found and (self.character.strays or not is_async)
+            if may_load and self.happens(self.character.unchosen, "unchosen", name):
+                self.books.run.seen["load unchosen"] += 1
+                self._loads.append(Load(name, 0, is_async, ids, is_unchosen=True))
+            return
         self._load_count[name] += 1
         self._preemptions[name] = request.num_preemptions
         load = Load(name, self._load_count[name], is_async, ids)
@@ -274,7 +280,11 @@ class WorkerHalf(Half):
         if blocks and (self.rank == 0 or self.happens(0.5, "bad on", load.request)):
             first = int(self.dice("first bad", load.request) * len(blocks))
             self._bad.append((at, set(blocks[first : first + 2])))
-            self.books.failed.add((self.index, load.request))
+            owner, _ = (
+                self.books.loads.get(load.request, (self.index, load)) if load.is_unchosen else (self.index, load)
+            )
+            self.books.failed.add((owner, load.request))
+            self.books.run.seen["bad blocks of a load unchosen"] += load.is_unchosen
             self.books.run.seen[f"bad blocks of {'an async' if load.is_async else 'a sync'} load"] += 1
 
     def on_start_load_kv(self, *_: Any, **__: Any) -> None:
@@ -295,7 +305,9 @@ class WorkerHalf(Half):
         received = {name for name, (due, _) in self._loads.items() if due <= self.step}
         failed = {name for name in received if can_fail and self._fails(self._loads[name][1])}
         for name in received:
-            del self._loads[name]
+            if self._loads.pop(name)[1].is_unchosen:
+                cause = Cause.STRAY_FAILURE if name in failed else Cause.STRAY_RECEIPT
+                self.books.run.mark(cause, self.index, name)
         if self.character.writes == RECEIVES:
             received, failed = set(), set()  # said in update_connector_output
         saved = {name for name, due in self._saves.items() if due <= self.step}

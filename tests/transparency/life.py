@@ -59,6 +59,7 @@ class Character:
     block_frees: float = 0.0
     chats: float = 0.0  # stats, events, worker metadata
     writes: str | None = None
+    unchosen: float = 0.0  # a load of what its last lookup found, by request, when it is not chosen
     strays: float = 0.0  # a report about another's request, at each step
     raises: tuple[str, int] = ("", 0)  # at which call of which hook
     one_reports: bool = False  # one rank's report is enough, and the first alone reports
@@ -173,7 +174,7 @@ def draw(random: Random, seed: int | None = None) -> Life:
     )
     is_async, is_v2 = random.random() < 0.5, random.choice((False, True))
     is_pipeline = ranks > 1 and dcp == 1 and random.random() < 0.4
-    return Life(
+    life = Life(
         seed=random.getrandbits(32) if seed is None else seed,
         groups=groups,
         slides=groups > 1 and dcp == 1 and (random.random() < 0.5 or not TAKES_EQUAL_GROUPS),
@@ -198,6 +199,8 @@ def draw(random: Random, seed: int | None = None) -> Life:
         resets=resets,
         pauses=pauses,
     )
+    unchosen = [replace(child, unchosen=random.choice((0.0, 0.9))) for child in life.children]
+    return replace(life, children=tuple(unchosen))
 
 
 def _character(

@@ -10,12 +10,13 @@ from tests.support.scripted import Stats
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An order to load: the ``number``-th of this request."""
+    """An order to load: the ``number``-th of this request. The child may not have been chosen to do it."""
 
     request: str
     number: int
     is_async: bool
     blocks: tuple[tuple[int, ...], ...]
+    is_unchosen: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ HAPPENS = (
         "bad blocks of an async load",
         "bad blocks of a sync load",
         "bad blocks in another's load",
+        "load unchosen",
+        "bad blocks of a load unchosen",
         "save promised",
         "save promised by several",
     ),
