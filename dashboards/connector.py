@@ -29,7 +29,7 @@ def connector() -> Board:
                 "Requests",
                 [
                     (10, [(8, _lookups()), (8, _loads()), (8, _errors())]),
-                    (10, [(8, _durations()), (8, _quantiles()), (8, _tokens())]),
+                    (11, [(8, _durations()), (8, _quantiles()), (8, _tokens())]),
                 ],
                 repeats=True,
             ),
@@ -96,7 +96,7 @@ def _lookups() -> Panel:
             "A request that was pending and then a hit counts in both.",
         ),
         Query(SELECTION.rate(signals.LOOKUPS, "connector", "outcome"), "{{connector}} {{outcome}}"),
-        unit="reqps",
+        unit="short",
         colors=looks.BY_OUTCOME,
         stacked=True,
     )
@@ -112,7 +112,7 @@ def _loads() -> Panel:
             "After a hit another connector may load instead: see lost tokens and unused offers.",
         ),
         Query(SELECTION.rate(signals.LOADS, "connector", "mode", "outcome"), "{{connector}} {{mode}} {{outcome}}"),
-        unit="ops",
+        unit="short",
         colors=looks.BY_OUTCOME,
         stacked=True,
     )
@@ -264,13 +264,13 @@ def _saves() -> Panel:
         ),
         of_connector(SELECTION.rate(signals.SAVES, "connector", outcome="ok"), "ok"),
         of_connector(SELECTION.rate(signals.SAVES, "connector", outcome="abandoned"), "abandoned", dashed=True),
-        unit="ops",
+        unit="short",
     )
 
 
 def _hold() -> Panel:
     return lines(
-        "Hold: time blocks are held for saves (p99; dashed: mean)",
+        "Blocks held for saves (p99; dashed: mean)",
         About(
             "Time from a request's end to the completion of its promised save.",
             "During this time other requests cannot use its blocks.",

@@ -87,7 +87,7 @@ def ranks() -> list[tuple[int, Panel]]:
                     f"topk(10, {SELECTION.rate(signals.SLOWEST_RANK, 'connector', 'rank')})",
                     "{{connector}} rank {{rank}}",
                 ),
-                unit="ops",
+                unit="short",
                 stacked=True,
             ),
         ),
@@ -200,7 +200,7 @@ def _events() -> Panel:
             "No data: the connector makes no events, or vLLM's --kv-events-config is off.",
         ),
         _by(SELECTION.rate(signals.KV_EVENTS, "connector", "type", "medium"), ("connector", "type", "medium")),
-        unit="ops",
+        unit="short",
     )
 
 
@@ -314,13 +314,13 @@ def _verified() -> Panel:
             "Without the option verify.share nothing is compared, and this panel is empty.",
         ),
         Query(SELECTION.rate(signals.VERIFIED_BLOCKS, "outcome"), "{{outcome}}"),
-        unit="ops",
+        unit="short",
         stacked=True,
     )
 
 
 def _count(signal: Signal, title: str, about: About) -> Panel:
-    return lines(title, about, of_connector(SELECTION.rate(signal, "connector")), unit="ops")
+    return lines(title, about, of_connector(SELECTION.rate(signal, "connector")), unit="short")
 
 
 def _rare(signal: Signal, title: str, about: About, *labels: str) -> Panel:
@@ -379,7 +379,7 @@ def _faults() -> Panel:
 
 def _dropped() -> Panel:
     return lines(
-        "Dropped spans and log lines, malformed contexts",
+        "Dropped spans and lines, malformed contexts",
         About(
             "Spans lost, by place; unwritten lines of request_log; requests with a malformed trace context, by source.",
             "rate, flush: more spans than the limits allow. queue, export: the collector is slow or gone.",

@@ -88,7 +88,7 @@ def _saved() -> Panel:
 
 def _slower() -> Panel:
     return lines(
-        "Loads that took longer than computing (share; dashed: with an estimate)",
+        "Loads slower than computing (share)",
         About(
             "Share of loads for which requests waited longer than computing the same tokens would have taken, and of "
             "loads with an estimate of that (dashed).",
@@ -105,7 +105,7 @@ def _slower() -> Panel:
 def _lost() -> Panel:
     reasons = " or ".join(signals.UNUSED_HIT_TOKENS.labels["reason"])
     return lines(
-        "Tokens offered and not loaded, by reason (tokens/s)",
+        "Offered tokens not loaded (tokens/s)",
         About(
             f"Tokens per second that connectors offered and none loaded: {reasons}.",
             "other_chosen: a connector with fewer tokens was. not_allocated, aborted: requests ended before.",

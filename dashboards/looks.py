@@ -70,9 +70,8 @@ VERDICTS = {i: (state.name, _OF_STATES.get(state.name, BAD)) for i, state in enu
 SEVERITIES = {1: ("info", OTHER), 2: ("warning", WARNING), 3: ("critical", BAD)}
 ENGINES_FAILING = thresholds((1e-9, WARNING), (0.2, BAD))
 
-NONE_FIRE = {0: ("none", GOOD)}
 ALL_UP = {0: ("all up", GOOD)}
-PARTAKING = {0: ("all enabled", GOOD), 1: ("in quarantine", BAD)}
+IN_QUARANTINE = {1: ("in quarantine", BAD)}
 
 
 def map_values(values: dict[int, tuple[str, str]]) -> model.ValueMap:

@@ -67,7 +67,6 @@ def _worst() -> list[Panel]:
             unit="short",
             verdict=looks.ANY_IS_WARNING,
             verdicts={"critical": looks.ANY_IS_BAD, "info": looks.PLAIN},
-            words=looks.NONE_FIRE,
         ),
         number(
             "Engines down",
@@ -169,7 +168,6 @@ def _effects() -> list[Panel]:
             Query(questions.none_if_empty(worst(questions.wrong_blocks(*by_engine))), NAMED),
             unit="short",
             verdict=looks.ANY_IS_BAD,
-            words=looks.NONE_FIRE,
             empty=looks.NO_DATA,
         ),
         number(
@@ -186,7 +184,7 @@ def _effects() -> list[Panel]:
             ),
             unit="short",
             verdict=looks.ANY_IS_BAD,
-            words=looks.PARTAKING,
+            words=looks.IN_QUARANTINE,
             empty=looks.NO_DATA,
         ),
         number(
@@ -267,6 +265,7 @@ def _connectors() -> Panel:
                 questions.unused_hit_share(*by_connector),
                 "percentunit",
                 looks.UNUSED_HIT_SHARE,
+                width=180,
                 decimals=0,
             ),
         ],
@@ -284,7 +283,7 @@ def _failing() -> Panel:
             "A failed load is not a failed request: its tokens are recomputed, unless kv_load_failure_policy is fail.",
         ),
         of_connector(questions.connector_or_zero(questions.failures(*by_connector))),
-        unit="ops",
+        unit="short",
     )
 
 

@@ -128,7 +128,7 @@ def _lookups() -> Panel:
 
 def _hold() -> Panel:
     return lines(
-        "Save hold on the prefill side (p99; dashed: mean)",
+        "Prefill: save hold (p99; dashed: mean)",
         About(
             "Time from a request's end on a prefill engine to the completion of its promised save.",
             "Blocks wait to be fetched, and no other request can use them.",
@@ -238,7 +238,7 @@ def _failures() -> Panel:
             "is fail.",
         ),
         of_connector(DECODE.rate(signals.LOADS, "connector", outcome="failed")),
-        unit="ops",
+        unit="short",
     )
 
 

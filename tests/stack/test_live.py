@@ -60,9 +60,7 @@ EMPTY: dict[str, str] = {
         for ref in "AB"
     },
     "kvobs-connector: KV events (events/s) (A)": WITHOUT_DATA["kvobs_kv_events_total"],
-    "kvobs-connector: Dropped spans and log lines, malformed contexts (B)": WITHOUT_DATA[
-        "kvobs_request_log_dropped_total"
-    ],
+    "kvobs-connector: Dropped spans and lines, malformed contexts (B)": WITHOUT_DATA["kvobs_request_log_dropped_total"],
 }
 """Queries that must find nothing in such a run, by their board, panel and letter, and why."""
 

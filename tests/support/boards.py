@@ -229,9 +229,14 @@ def _traces(board: Board) -> list[str]:
     return [target["query"] for panel in of_tempo(board) if panel["type"] == "traces" for target in panel["targets"]]
 
 
+def titles(board: Board) -> list[str]:
+    """Titles that are cut on a board of 1600 pixels, less the panel's edges and the sign of its help."""
+    return [p["title"] for p in panels(board) if len(p["title"]) * 7.3 > p["gridPos"]["w"] * 1600 / 24 - 68]
+
+
 CHECKS: dict[str, Callable[[Board], list[str]]] = {
     check.__name__: check
     for check in (
-        ids, sources, selections, first_load, registered, panel_units, legends, bounded, traceql, trace_links
+        ids, sources, selections, first_load, registered, panel_units, legends, titles, bounded, traceql, trace_links
     )
 }  # fmt: skip

@@ -50,6 +50,7 @@ SPOILED: dict[str, Spoil] = {
     "registered": expr("kvobs_load_duration_seconds_bucket", "kvobs_load_time_seconds_bucket"),
     "panel_units": lambda board: series(board)[0]["fieldConfig"]["defaults"].update(unit="seconds"),
     "legends": lambda board: series(board)[0]["targets"][0].update(legendFormat="{{index}}"),
+    "titles": lambda board: series(board)[0].update(title="p99 " * 40),
     "bounded": expr("topk(10, ", "topk(100, ", lambda board: next(p for p in series(board) if "hook" in str(p))),
     "traceql": expr("span.kv_transfer.mode", "span.kv_transfer.color", table),
     "trace_links": lambda board: link_of(board).update(url="/d/kvobs-slow-loads?var-trace=${__data.fields.traceID}"),
