@@ -1,4 +1,7 @@
-"""A real scheduler and aggregator whose time is the test's, and whose metrics end where Prometheus reads them."""
+"""A real scheduler and aggregator whose time is the test's, and whose metrics end where Prometheus reads them.
+
+The engine is the second one of a group with data parallelism: what would be said of its first one is not found.
+"""
 
 import pkgutil
 from importlib import import_module
@@ -12,7 +15,7 @@ from kvobs.export import totals
 from kvobs.telemetry import sides, transfers
 from kvobs.telemetry.payload import wire
 from kvobs.telemetry.transfers import gains, open_transfers
-from kvobs.testing import BLOCK, Rig, Script
+from kvobs.testing import BLOCK, Rig, Script, engine_config
 from tests.support.front import Front
 from tests.support.rig import child_config
 
@@ -22,6 +25,18 @@ NAMES = ["one", "two"]
 KV = (2 * BLOCK, True)
 SYNC = (2 * BLOCK, False)
 BYTES_PER_TOKEN = 2 * 2 * 64 * 4  # of one rank: K and V, heads, head size, bytes
+ENGINES, ENGINE = 2, 1
+
+
+def of_group(transfer: Any, ranks: int = 1, rank: int = 0) -> Any:
+    """Return vLLM's configuration of the group's second engine, as its EngineCore gets it."""
+    config = engine_config(transfer, ranks, rank)
+    parallel = config.parallel_config
+    parallel.data_parallel_size, parallel.data_parallel_index = ENGINES, ENGINE
+    parallel.data_parallel_rank = parallel.data_parallel_rank_local = ENGINE
+    suffix = f"_dp{ENGINE}"
+    transfer.engine_id = transfer.engine_id.removesuffix(suffix) + suffix
+    return config
 
 
 class Clocked:
@@ -42,6 +57,7 @@ class Clocked:
         patch.setattr(sides, "EVERY_NS", STEP_S * S)  # each step flushes
         for each in (gains, sides, totals, wire):
             patch.setattr(each, "perf_counter_ns", lambda: self.now_ns)
+        patch.setattr("kvobs.testing.rig.engine_config", of_group)
         self.rig = self.make_rig("kvobs", connectors=connectors, kvobs=kvobs, **more)
 
     @property
@@ -73,7 +89,7 @@ class Observed(Clocked):
         connectors = connectors or [child_config(script) for script in scripts]
         kvobs = {"names": NAMES, **kvobs}
         super().__init__(patch, connectors, kvobs, ranks=ranks, policy=policy, **(rig or {}))
-        self.front = Front(*connectors, **kvobs)
+        self.front = Front(*connectors, engines=ENGINES, **kvobs)
         work = self.rig._work
 
         def late(worker: Any, *args: Any) -> Any:
@@ -89,20 +105,20 @@ class Observed(Clocked):
     def value(self, metric: str, child: str | None = "one", **labels: str) -> float:
         """Return what Prometheus reads, 0 where there is no such series."""
         self._deliver()
-        return self.front.value(metric, child, **labels) or 0
+        return self.front.value(metric, child, engine=str(ENGINE), **labels) or 0
 
-    def series(self, metric: str) -> dict[tuple[str, ...], float]:
+    def series(self, metric: str, engine: int = ENGINE) -> dict[tuple[str, ...], float]:
         """Return label values, in the order of their names, without vLLM's -> number, of all series of a metric."""
         self._deliver()
         return {
             tuple(v for k, v in sorted(s.labels.items()) if k not in ("model_name", "engine")): s.value
             for family in self.front.registry.collect()
             for s in family.samples
-            if s.name == metric
+            if s.name == metric and s.labels["engine"] == str(engine)
         }
 
     def _deliver(self) -> None:
         """Hand the payloads to the API server's side, packed as vLLM packs them."""
         stats, self.rig.stats = self.rig.stats, []
         for payload in stats:
-            self.front.metrics.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(payload)))
+            self.front.metrics.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(payload)), ENGINE)

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from kvobs.probe.recorder import NEVER, Recorder
 from kvobs.schema.signals import TIMED
 from kvobs.testing import BLOCK, Script
-from tests.support.observed import BYTES_PER_TOKEN, KV, STEP_S, SYNC, Observed
+from tests.support.observed import BYTES_PER_TOKEN, ENGINE, KV, STEP_S, SYNC, Observed
 from tests.support.rig import assert_nothing_is_left, child_config
 from tests.support.traced import CLIENT_SPAN, CLIENT_TRACE, NOT_SAMPLED, SAMPLED, Traced, attributes, ids, load
 
@@ -34,7 +34,7 @@ def test_an_async_load_is_a_span_with_one_for_each_rank(monkeypatch: pytest.Monk
     for span in ranks:
         assert (ids(span)[0], ids(span)[2]) == (CLIENT_TRACE, ids(whole)[1])
     assert len({ids(span)[1] for span in every}) == 4
-    own = {"request.id": "r-0123abcd", "engine": 0, "sampling.reason": "parent"}
+    own = {"request.id": "r-0123abcd", "engine": ENGINE, "sampling.reason": "parent"}
     offered = {"offered_tokens.one": 2 * BLOCK, "offered_tokens.two": BLOCK}
     tokens = 2 * BLOCK
     assert attributes(lookup) == {
