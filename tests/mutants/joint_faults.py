@@ -355,7 +355,7 @@ JOINT_FAULTS = (
         f"{EXPORT}/feed.py",
         "                options.link_gbps.get(spec.name),\n",
         "                options.link_gbps.get(spec.connector_class.__name__),\n",
-        f"{UNIT}/test_observed.py::test_build_and_connector_info",
+        f"{UNIT}/test_product.py",
     ),
     # strangers
     JointFault(

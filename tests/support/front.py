@@ -18,9 +18,16 @@ LABELS = {"model_name": "tiny", "engine": "0"}
 class Front:
     """The API server's side: kvobs's metrics in a registry of its own."""
 
-    def __init__(self, *connectors: dict[str, Any], engines: int = 1, types: Any = None, **kvobs: Any) -> None:
+    def __init__(
+        self,
+        *connectors: dict[str, Any],
+        engines: int = 1,
+        types: Any = None,
+        engine_id: str | None = None,
+        **kvobs: Any,
+    ) -> None:
         self.registry = CollectorRegistry()
-        config = engine_config(transfer_config("kvobs", list(connectors), kvobs))
+        config = engine_config(transfer_config("kvobs", list(connectors), kvobs, engine_id=engine_id))
         cls = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
         chosen: Any = types or {kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)}
         values: dict[int, list[object]] = {i: ["tiny", str(i)] for i in range(engines)}

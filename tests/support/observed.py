@@ -26,6 +26,7 @@ KV = (2 * BLOCK, True)
 SYNC = (2 * BLOCK, False)
 BYTES_PER_TOKEN = 2 * 2 * 64 * 4  # of one rank: K and V, heads, head size, bytes
 ENGINES, ENGINE = 2, 1
+SUFFIX = f"_dp{ENGINE}"  # vLLM's, of the engine's id
 
 
 def of_group(transfer: Any, ranks: int = 1, rank: int = 0) -> Any:
@@ -34,8 +35,7 @@ def of_group(transfer: Any, ranks: int = 1, rank: int = 0) -> Any:
     parallel = config.parallel_config
     parallel.data_parallel_size, parallel.data_parallel_index = ENGINES, ENGINE
     parallel.data_parallel_rank = parallel.data_parallel_rank_local = ENGINE
-    suffix = f"_dp{ENGINE}"
-    transfer.engine_id = transfer.engine_id.removesuffix(suffix) + suffix
+    transfer.engine_id = transfer.engine_id.removesuffix(SUFFIX) + SUFFIX
     return config
 
 
@@ -89,7 +89,9 @@ class Observed(Clocked):
         connectors = connectors or [child_config(script) for script in scripts]
         kvobs = {"names": NAMES, **kvobs}
         super().__init__(patch, connectors, kvobs, ranks=ranks, policy=policy, **(rig or {}))
-        self.front = Front(*connectors, engines=ENGINES, **kvobs)
+        transfer = self.rig.scheduler.vllm_config.kv_transfer_config
+        of_all = transfer.engine_id.removesuffix(SUFFIX)
+        self.front = Front(*connectors, engines=ENGINES, engine_id=of_all, **kvobs)
         work = self.rig._work
 
         def late(worker: Any, *args: Any) -> Any:

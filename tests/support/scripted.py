@@ -226,3 +226,7 @@ class BrokenConnector(KVConnectorBase_V1):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         raise LookupError("no such thing")
+
+
+class PeerConnector(MeteredConnector):
+    """Stands for a connector between engines, where a test adds its name to those."""

@@ -53,11 +53,12 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
     return {k.removeprefix(prefix): v for k, v in (span.attributes or {}).items() if k.startswith(prefix)}
 
 
-def load(engine: Traced, request: str = "r", **headers: Any) -> None:
-    """Let a request load from the first child: the ranks report one and two steps after the order."""
+def load(engine: Traced, request: str = "r", by: Script | None = None, **headers: Any) -> None:
+    """Let a request load, from the first child by default: the ranks report one and two steps after the order."""
+    by = by or engine.scripts[0]
     engine.rig.add(request, max_tokens=1, **headers)
     engine.step(2)
-    engine.scripts[0].say(0, received=request)
+    by.say(0, received=request)
     engine.step()
-    engine.scripts[0].say(1, received=request)
+    by.say(1, received=request)
     engine.step(3)

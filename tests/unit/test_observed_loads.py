@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_events import BlockStored
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvobs.connectors.specs import STATED_BYTES
@@ -117,6 +118,29 @@ def test_a_load_of_a_hybrid_model_has_the_bytes_of_its_blocks(
     assert engine.value("kvobs_load_tokens_total") == offer * BLOCK
     assert engine.value("kvobs_load_bytes_total") == (offer * 2 + 2 * 8) * BLOCK * BYTES_PER_TOKEN * 2
     assert not engine.series("kvobs_capacity_tokens"), "a token has no size"
+
+
+class WindowFirst(Hybrid):
+    """The same with its groups in another order."""
+
+    def _caches(self, blocks: int, groups: int) -> KVCacheConfig:
+        caches = super()._caches(blocks, groups)
+        caches.kv_cache_groups.reverse()
+        return caches
+
+
+def test_tokens_are_stored_once_for_all_groups(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    """The last group has all tokens, others those of a window."""
+    monkeypatch.setattr(Observed, "make_rig", WindowFirst)
+    engine = Observed(monkeypatch, a, b)
+    b.answers["take_events"] = [
+        BlockStored([i], None, [1] * BLOCK * n, BLOCK * n, None, "CPU", None, group_idx=group)
+        for i, (group, n) in enumerate(((0, 1), (1, 1), (2, 3)))
+    ]
+    engine.step()
+    b.answers.clear()
+    engine.step(2)
+    assert engine.series("kvobs_save_tokens_total") == {("two", "cpu"): 3 * BLOCK}
 
 
 class Indexed(Rig):

@@ -123,15 +123,15 @@ def only_is_slow(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
 
 
 def test_a_slow_call_is_seen_below_the_load_it_serves(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    a.offers["r"] = KV
+    b.offers["r"] = KV
     only_is_slow(monkeypatch, "start_load_kv")
     engine = Traced(monkeypatch, a, b)
-    load(engine, trace_headers=SAMPLED)
-    whole, calls = engine.span("kv.load one"), engine.spans("kv.call start_load_kv")
+    load(engine, by=b, trace_headers=SAMPLED)
+    whole, calls = engine.span("kv.load two"), engine.spans("kv.call start_load_kv")
     assert {attributes(span)["sampling.reason"] for span in calls} == {"slow"}
     below = [span for span in calls if ids(span)[0] == CLIENT_TRACE]
     assert [(ids(span)[2], attributes(span)["rank"]) for span in below] == [(ids(whole)[1], 0), (ids(whole)[1], 1)]
-    assert {attributes(span)["connector"] for span in below} == {"one"}
+    assert {attributes(span)["connector"] for span in below} == {"two"}
     assert len({ids(span)[0] for span in calls}) == len(calls) - 1, "any other is a trace of its own"
 
 

@@ -208,16 +208,6 @@ def test_the_decode_engine_compares_the_blocks_that_the_prefill_engine_has_noted
     assert len(load.blocks) == (4 + 2 if share == 1 else 2)  # these are compared with both
 
 
-def test_the_client_of_a_finished_request_gets_the_fingerprints_for_a_decode_engine() -> None:
-    rig = Watched(Script("one"))
-    request = rig.add("a", PROMPT, 2)
-    rig.step()
-    key = bytes(request.block_hashes[1])[:KEY_BYTES]
-    rig.connector._side.observer.noted([NotedBlock(0, key, 0, "of rank 0")])
-    found = rig.connector._telemetry.of_client(request, {"remote": 1})
-    assert found == {"remote": 1, "kvobs": {"blocks": [(0, BLOCK, key.hex(), {"0": "of rank 0"})]}}
-
-
 def test_a_decode_engine_gets_some_of_many_blocks() -> None:
     prefill, keys = BlockSample(1, CacheLayout((BLOCK,)), BLOCK), hashes(100)
     request = _request(100 * BLOCK, keys)
