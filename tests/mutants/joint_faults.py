@@ -1,9 +1,10 @@
-"""Forty-four faults where two parts of kvobs meet, each put into a copy of the tree: its own tests must find it.
+"""Sixty-two faults where parts of kvobs meet, each put into a copy of the tree: its own tests must find it.
 
     python -m tests.mutants.joint_faults [NAME ...]
 
 No operator makes them: state that stays, another connector's value, an update that one path leaves out, an order that
-is swapped. The first ten were planted in a review, and no test found them then.
+is swapped. The first ten were planted in a review, and no test found them then. The last eighteen are in the putting
+together, which the tests of each part do by themselves: they need tests through the built product.
 """
 
 # ruff: noqa: E501 - lines of the code, whole
@@ -41,6 +42,8 @@ class JointFault(NamedTuple):
 
 UNIT, ROUTING, EXPORT = "tests/unit", "kvobs/routing", "kvobs/export"
 STRANGERS = "tests/strangers/test_patterns.py"
+WIRING, RECORDERS, VERIFY = "kvobs/connector/wiring.py", "kvobs/telemetry/recorders.py", "kvobs/telemetry/verify"
+PRODUCT, OPTIONS, VERIFIED = (f"{UNIT}/test_{name}.py" for name in ("product", "observed_options", "observed_verify"))
 REQUESTS, TRACING, TRANSFERS, PAYLOAD = (
     f"kvobs/telemetry/{name}" for name in ("requests", "tracing", "transfers", "payload")
 )
@@ -64,8 +67,9 @@ JOINT_FAULTS = (
     JointFault(
         "a call that raised stays in progress in the black box",
         "kvobs/probe/pure.py",
-        "                words[ended] = start\n                raise\n",
-        "                raise\n",
+        "                    failed(start, clock() - start, error, args[0] if args else None)\n                    raise\n",
+        "                    failed(start, clock() - start, error, args[0] if args else None)\n"
+        "                    latest = start\n                    raise\n",
         f"{UNIT}/probe/test_recorder.py",
     ),
     JointFault(
@@ -355,7 +359,7 @@ JOINT_FAULTS = (
         f"{EXPORT}/feed.py",
         "                options.link_gbps.get(spec.name),\n",
         "                options.link_gbps.get(spec.connector_class.__name__),\n",
-        f"{UNIT}/test_product.py",
+        PRODUCT,
     ),
     # strangers
     JointFault(
@@ -385,6 +389,133 @@ JOINT_FAULTS = (
         '        children = vars(self).get("_children", ())\n',
         "        children: Any = ()\n",
         STRANGERS,
+    ),
+    # the putting together
+    JointFault(
+        "the request log of each engine of a group says engine 0",
+        RECORDERS,
+        "put, versions.engine_place(vllm_config).number)",
+        "put)",
+        PRODUCT,
+    ),
+    JointFault(
+        "the counts of offers do not know min_tokens",
+        WIRING,
+        "[options.min_tokens.get(name, 1) for name in names]",
+        "[1 for name in names]",
+        PRODUCT,
+    ),
+    JointFault(
+        "peers are those of the first connector between engines",
+        WIRING,
+        "Peers(recorder, handing)",
+        "Peers(recorder, handing[:1])",
+        PRODUCT,
+    ),
+    JointFault(
+        "an isolated connector's failure on the second rank is lost in the merge",
+        f"{ROUTING}/metadata.py",
+        "broken=self.broken | other.broken",
+        "broken=self.broken",
+        PRODUCT,
+    ),
+    JointFault(
+        "isolated connectors are found by their place in the option",
+        RECORDERS,
+        "[i for i, name in enumerate(names) if name in options.isolate]",
+        "list(range(len(options.isolate)))",
+        PRODUCT,
+    ),
+    JointFault(
+        "an idle engine is busy while another one of its group is",
+        "kvobs/cli/top/rows.py",
+        "vllm.sum(RUNNING, engine=engine) + vllm.sum(WAITING, engine=engine)",
+        "vllm.sum(RUNNING) + vllm.sum(WAITING)",
+        PRODUCT,
+    ),
+    JointFault(
+        "a block that a load fills in part after a preemption is noted as computed",
+        f"{VERIFY}/sample.py",
+        "prompt.first, prompt.ids = start, []",
+        "prompt.ids = []",
+        VERIFIED,
+    ),
+    JointFault(
+        "a load that was given up is compared",
+        f"{ROUTING}/worker.py",
+        "            self.observer.reported(None, ReportKind.FAILED, orders.failed)\n",
+        "",
+        VERIFIED,
+    ),
+    JointFault(
+        "fingerprints without a trace beside them are a malformed trace",
+        f"{TRACING}/trace_context.py",
+        "for field in (TRACEPARENT, REPORT, BLOCKS)",
+        "for field in (TRACEPARENT, REPORT)",
+        VERIFIED,
+    ),
+    JointFault(
+        "fingerprints stay for the next request of the same id",
+        f"{VERIFY}/sample.py",
+        "in (self._handed, self._unfilled,",
+        "in (self._unfilled,",
+        VERIFIED,
+    ),
+    JointFault(
+        "isolated connectors are slow after slow_call_ms",
+        WIRING,
+        "int(options.isolate_slow_ms * 1e6)",
+        "int(options.slow_call_ms * 1e6)",
+        OPTIONS,
+    ),
+    JointFault(
+        "verify.fail is not handed over",
+        WIRING,
+        "refuses=configuration.options.verify.fail",
+        "refuses=False",
+        OPTIONS,
+    ),
+    JointFault(
+        "the aggregator has its own stuck_after_s",
+        "kvobs/connector/__init__.py",
+        "stuck_after_s = configuration.options.stuck_after_s",
+        "stuck_after_s = 60.0",
+        OPTIONS,
+    ),
+    JointFault(
+        "fingerprints are handed over if all connectors between engines produce",
+        WIRING,
+        "hands_over=any(spec.transfer_config.is_kv_producer",
+        "hands_over=all(spec.transfer_config.is_kv_producer",
+        VERIFIED,
+    ),
+    JointFault(
+        "only the first connector has stats of its own",
+        WIRING,
+        "for child in children if hook in child.implemented]\n\n\ndef _verifier",
+        "for child in children if hook in child.implemented][:1]\n\n\ndef _verifier",
+        PRODUCT,
+    ),
+    JointFault(
+        "the exporter of each engine of a group is engine 0's",
+        f"{EXPORT}/feed.py",
+        "index=versions.engine_place(vllm_config).number",
+        "index=0",
+        PRODUCT,
+    ),
+    JointFault(
+        "the spans of the second rank are lost in the merge",
+        f"{PAYLOAD}/kvobs_stats.py",
+        '            self.data["spans"] += theirs.data["spans"]\n',
+        "",
+        PRODUCT,
+    ),
+    JointFault(
+        "events of a connector that only the second rank has are lost in the merge",
+        f"{ROUTING}/metadata.py",
+        "                self.by_child[child] = container\n",
+        "                continue\n",
+        f"{UNIT}/test_observed.py::test_saved_tokens_are_counted_once_for_all_ranks",
     ),
 )
 
