@@ -189,7 +189,6 @@ def worker_side(
         rank=rank,
         ids_are_unique=len(groups) <= 1,
         copies=BlockCopies(recorders.recorder, blocks, is_stock=is_stock),
-        waits=stalls(),
         gates=WorkerGates(children) if any(child.gate is not None for child in children) else None,
         observer=telemetry,
         stats=telemetry,

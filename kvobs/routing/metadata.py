@@ -149,18 +149,20 @@ class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
         self.metadata = metadata
         self.__dict__.update(others)
 
+
+class IsolatingMetadata(MultiKVConnectorMetadata):
+    """The same where connectors are isolated: each one's part is pickled by itself, so that it can fail alone."""
+
     def __getstate__(self) -> dict[str, Any]:
-        if self.isolated is None:
-            return self.__dict__
-        return {**self.__dict__, "metadata": sealed(self.metadata, self.isolated.states)}
+        states = self.isolated.states if self.isolated is not None else ()
+        return {**self.__dict__, "metadata": sealed(self.metadata, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.isolated is not None:
-            parts, lost = opened(dict(enumerate(self.metadata)))
-            self.metadata = tuple(parts.values())
-            if lost:
-                self.lost = lost
+        parts, lost = opened(dict(enumerate(self.metadata)))
+        self.metadata = tuple(parts.values())
+        if lost:
+            self.lost = lost
 
 
 @dataclass

@@ -18,7 +18,13 @@ from kvobs.connectors.fanout import call_all
 from kvobs.routing.audience import Audience
 from kvobs.routing.completions import Completions
 from kvobs.routing.lookups import Offers
-from kvobs.routing.metadata import LoadOrder, MultiHandshakeMetadata, MultiKVConnectorMetadata, NextOrders
+from kvobs.routing.metadata import (
+    IsolatingMetadata,
+    LoadOrder,
+    MultiHandshakeMetadata,
+    MultiKVConnectorMetadata,
+    NextOrders,
+)
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import Annotator, Observer, Params
 from kvobs.state.ledger import Ledger
@@ -183,7 +189,7 @@ class SchedulerSide:
                 metadata.append(audience.build(child, scheduler_output))
             else:
                 metadata.append(child.build_connector_meta(scheduler_output))
-        step = MultiKVConnectorMetadata(tuple(metadata))
+        step = (IsolatingMetadata if may_hide else MultiKVConnectorMetadata)(tuple(metadata))
         if orders is not None:
             step.orders = orders
             if has_sync_loads and may_hide:

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvobs.clock import wall_ns
@@ -70,11 +70,12 @@ class WorkerSide:
     rank: int  # within its engine
     ids_are_unique: bool  # whether a block id identifies a request: it is unique only within a KV cache group
     copies: BlockCopies
-    waits: StepWaits
     gates: WorkerGates | None  # of the isolated children, if there are any
     observer: WorkerObserver
     stats: WorkerStats
     block_bytes: tuple[int, ...] = ()  # as in ``MultiHandshakeMetadata``
+    waits: StepWaits = field(init=False)
+    """Set, and ``bind`` called, before the first hook and whenever a connector's hooks have changed."""
 
     def __post_init__(self) -> None:
         self._load_ns: dict[int, int] = {}  # child -> time of its sync loads in this step
@@ -91,7 +92,6 @@ class WorkerSide:
         self._failed_syncs: set[str] = set()
         self._bad_blocks: set[int] = set()  # of these, which are reported by request
         self._further: dict[str, list[Any]] = {}  # further fields of the children's results
-        self.bind()
 
     def bind(self) -> None:
         """Note which hooks each connector implements; again when a plug-in has replaced one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any
 
 Blocks = tuple[tuple[int, ...], ...]  # per KV cache group, block ids
@@ -44,7 +45,7 @@ class CacheLayout:
 
     def bytes_of(self, blocks: Blocks) -> int:
         """Return the bytes of the blocks of ``loaded``, over all ranks; 0 without sizes."""
-        return sum(len(ids) * size for ids, size in zip(blocks, self.block_bytes, strict=False))
+        return sum(map(mul, map(len, blocks), self.block_bytes))
 
     def loaded(self, block_ids: Sequence[Sequence[int]], local: int, external: int) -> Blocks:
         """Return, per KV cache group, the ids of the blocks that hold tokens ``local`` to ``local + external``.

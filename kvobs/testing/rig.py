@@ -33,7 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvobs.demo.model import make_model
-from kvobs.testing.scripted import Script, ScriptedConnector, entry_of
+from kvobs.testing.scripted import Script, ScriptedConnector, entry_of, wrap_hooks
 from kvobs.vllm_api import versions
 
 BLOCK = 16
@@ -195,7 +195,7 @@ class Rig:
         for router_of_side in (self.connector, *self.workers):
             for connector in router_of_side._connectors:  # noqa: SLF001 - where plug-ins look for them, too
                 if isinstance(connector, ScriptedConnector):
-                    connector.wrap()
+                    wrap_hooks(connector)
         self._shake_hands()
         # By the name that vLLM's executor looks up, which kvobs may have replaced.
         self.aggregator: Any = executors.KVOutputAggregator.from_connector(self.connector, len(self.workers))

@@ -199,15 +199,6 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         self._under_way: list[tuple[Loaded, int]] = []  # with the steps that are left
         self._note("__init__", role)
 
-    def wrap(self) -> None:
-        """Wrap the hooks that the script has as ``wrapped``, as a plug-in does after vLLM's factory."""
-        for hook in self.script.wrapped:
-            setattr(self, hook, partial(self._wrapped, hook, getattr(self, hook)))
-
-    def _wrapped(self, hook: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.script.calls.append((f"wrapped {hook}", None))
-        return call(*args, **kwargs)
-
     def _note(self, hook: str, detail: Any = None) -> Any:
         if self._thread is not None:
             return self._thread.submit(self._follow, hook, detail).result()
@@ -384,3 +375,14 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _script_of(vllm_config: Any) -> Script:
     return SCRIPTS[vllm_config.kv_transfer_config.get_from_extra_config("tag", "")]
+
+
+def wrap_hooks(connector: ScriptedConnector) -> None:
+    """Wrap the hooks that a connector's script has as ``wrapped``, as a plug-in does after vLLM's factory."""
+
+    def noted(hook: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        connector.script.calls.append((f"wrapped {hook}", None))
+        return call(*args, **kwargs)
+
+    for hook in connector.script.wrapped:
+        setattr(connector, hook, partial(noted, hook, getattr(connector, hook)))

@@ -21,7 +21,7 @@ from tests.soak.report import Result, markdown
 
 FAULTS = {
     *("failed load", "counted failure", "bad blocks of an async load", "bad blocks of a sync load", "offered again"),
-    *("stray receipt", "stray failure", "stray save", "early save", "stray blocks", "two completions"),
+    *("stray receipt", "stray failure", "stray save", "early save", "bad blocks in another's load", "two completions"),
     *("late by many steps", "reported twice", "never reported", "preempted", "not yet", "stats that can't be merged"),
     *("aborted, WAITING", "aborted, WAITING_FOR_REMOTE_KVS", "aborted, RUNNING", "aborted, FINISHED_LENGTH_CAPPED"),
     *("collector down", "collector hanging", "load after a load", "load of a preempted request"),

@@ -340,21 +340,27 @@ class WorkerHalf(Half):
             early = self.index not in self.books.promised.get(name, ()) and not is_saved
             self.books.run.mark(Cause.EARLY_SAVE if early else Cause.STRAY_SAVE, self.index, name)
             saved.add(name)
-        elif kind < 2 and owner != self.index and name not in received:
+        elif kind < 2 and owner != self.index and name not in received and not self.books.run.spares(name):
             self.books.run.mark(Cause.STRAY_FAILURE if kind else Cause.STRAY_RECEIPT, self.index, name)
             received.add(name)
             if kind:
+                self.books.run.doubt(name)
                 failed.add(name)
 
     def on_get_block_ids_with_load_errors(self) -> set[int]:
         due = [blocks for at, blocks in self._bad if at <= self.step]
         self._bad = [(at, blocks) for at, blocks in self._bad if at > self.step]
         found = set().union(*due)
-        others = [(child, load) for child, load in self.books.loads.values() if child != self.index and load.blocks[0]]
+        others = [
+            (child, load)
+            for child, load in self.books.loads.values()
+            if child != self.index and load.blocks[0] and not self.books.run.spares(load.request)
+        ]
         if others and self.life.groups == 1 and self.happens(self.character.strays, "stray blocks", self.step):
             owner, load = others[0]
             found.add(load.blocks[0][0])
             self.books.failed.add((owner, load.request))
+            self.books.run.doubt(block=load.blocks[0][0])
             self.books.run.seen["bad blocks in another's load"] += 1
         return found
 

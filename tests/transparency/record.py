@@ -88,6 +88,13 @@ class Run:
         """Let the objects go: the life is over."""
         self._objects.clear()
 
+    def spares(self, request: str) -> bool:
+        """Return whether no failure of this request's load may be reported by another child."""
+        return False
+
+    def doubt(self, request: str = "", block: int = 0) -> None:
+        """Note that another child reports a failure of this request's load, or of loads into a block: if not over."""
+
     def mark(self, cause: Cause, *arguments: Any) -> None:
         """Note that what follows need not be the same."""
         self.causes.append(cause)

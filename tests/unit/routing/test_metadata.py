@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 
 from kvobs.routing.metadata import (
     Isolated,
+    IsolatingMetadata,
     LoadOrder,
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
@@ -114,7 +115,7 @@ class Clashing(Tally):
 
 def isolating(*parts: Any) -> MultiKVConnectorMetadata:
     states = {0: IsolationState(0, is_out=False)}
-    return MultiKVConnectorMetadata(metadata=parts, isolated=Isolated(states, {}))
+    return IsolatingMetadata(metadata=parts, isolated=Isolated(states, {}))
 
 
 def test_an_isolated_childs_part_is_lost_alone() -> None:
