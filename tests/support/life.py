@@ -46,7 +46,6 @@ PROMPT = 4 * BLOCK + 1
 class Life:
     """What is read of it: of /metrics when a load has been open for long, ``during`` a call, and at its end."""
 
-    engine: Any
     late: str = ""
     during: str = ""
     ended: str = ""
@@ -74,14 +73,17 @@ def life(folder: Path) -> Iterator[Life]:
         lived = _Living(patch, folder)
         try:
             lived.live()
-            found = Life(lived.engine, lived.late, lived.during, lived.text(), list(lines))
+            found = Life(lived.late, lived.during, lived.text(), list(lines))
             found.spans = lived.engine.spans()
             found.calls = lived.calls
             found.requests = {line["request_id"]: line for line in lived.lines()}
             yield found
         finally:
             gc.enable()
-            lived.engine.front.metrics._forget_last_engine()
+            metrics = lived.engine.front.metrics
+            metrics._forget_last_engine()
+            for totals in metrics._totals.values():
+                totals._watch = None  # whose thread ends with it
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from kvobs.probe.increments import Increments
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import ENGINE_UP, Signal, place, slot
 from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo
-from kvobs.testing import engine_config, transfer_config
+from kvobs.testing.rig import base_config
 from tests.support.front import Front, metered, own
 
 
@@ -58,8 +58,8 @@ class Vllm:
     """The metrics that vLLM's own API server prints, by vLLM's own code."""
 
     def __init__(self, engines: int = 1) -> None:
-        config = engine_config(transfer_config("kvobs", [metered("of-vllm")]))
-        self._logger = PrometheusStatLogger(config, list(range(engines)))  # it clears those of an earlier one
+        # Without a connector: kvobs would register its own, with threads that watch. It clears those of an earlier one.
+        self._logger = PrometheusStatLogger(base_config(), list(range(engines)))
 
     def send(
         self, engine: int = 0, *, running: int = 0, waiting: int = 0, first_tokens_s: Sequence[float] = ()

@@ -475,6 +475,8 @@ def test_the_exporter_of_the_second_engine_serves_its_numbers(
         for line in taken.lines:
             exporter._apply(line)
         text = exporter._text("")[1].decode()
+    del exporter._watch
+    exporter._totals._watch = None  # whose thread ends with it
     assert exporter._cutter is not None
     exporter._cutter._processor.force_flush()
     assert (taken.engine.port, list(spans)) == (9470 + ENGINE, [COLLECTOR])
