@@ -330,7 +330,6 @@ LOG_ROWS = [
     r"near \(PeerConnector\), far \(PeerConnector\); load_policy first; metrics go to /metrics of vLLM's API server; "
     r"spans go to http://127\.0\.0\.1:1, from vLLM's API server",
     r"calls are counted .*",
-    *[rf"connector '{name}' has methods that are no hooks of vLLM: wrap\. .*" for name in NAMES],
     r"isolated: flaky, absent\. One that fails goes into quarantine; .*",
     r"kv_connector_extra_config\.kvobs\.isolate: found 'absent', whose synchronous loads, .*",
     r"kv_connector_extra_config\.kvobs\.isolate: found 'flaky', whose synchronous loads, .*",

@@ -22,7 +22,7 @@ INTERNAL = {
         *("is_timed", "hook_label"),  # about hooks; they are here because labels need them
     },
     "kvobs.schema.spans": {"Record", "observed_in"},  # a span on its way to the exporter
-    "kvobs.testing": {"base_config"},  # what the other configurations are made of
+    "kvobs.testing": {"base_config", "wrap_hooks"},  # what the other configurations are made of; what a rig does
 }
 """Names without underscore that kvobs's own modules share and others should not use."""
 
