@@ -102,9 +102,13 @@ def test_the_table_knows_properties_and_what_is_asked_of_the_class(report: Repor
             assert (row.side is Side.CONFIG) == (hook["kind"] == "classmethod"), name
 
 
+NOT_RELEASED = {"can_load_prefix_replay_checkpoint", "consume_prefix_replay_checkpoint"}
+"""Hooks of vLLM's main branch, which no version on the package index has."""
+
+
 def test_every_row_of_the_table_exists_in_some_version(probes: dict[str, Future[Report]]) -> None:
     somewhere = set().union(*(probes[version].result()["hooks"] for version in hosts.VERSIONS))
-    assert set(HOOKS) | set(INHERITED) <= somewhere
+    assert (set(HOOKS) | set(INHERITED)) - somewhere == NOT_RELEASED
     assert not set(INHERITED) & set(HOOKS)
     assert all(reason.strip() for reason in INHERITED.values())
 
