@@ -161,7 +161,8 @@ def lines(
     if least is not None:
         panel.min(least)
     for index, query in enumerate(queries):
-        panel.with_target(_target(query, index).range().exemplar(exemplars))
+        # A mean has no exemplars: they belong to buckets.
+        panel.with_target(_target(query, index).range().exemplar(exemplars and "_bucket" in query.expr))
         if query.color:
             panel.override_by_query(ref_id(index), [*_color(query.color), _property("custom.lineWidth", query.width)])
         if query.dashed:

@@ -145,7 +145,7 @@ PAUSES = (
 """Of one engine, one after the other; nobody is to be named."""
 
 LOADS = {"offer": 64, "async": True}
-SLOWER = Incident("loads take 900 ms", top="^  (Slow)", overview="^remote: (Slow)")
+SLOWER = Incident("loads take 1.3 s", top="^  (Slow)", overview="^remote: (Slow)", alert="KvobsLoadsSlow")
 LATE_RANK = Incident("rank 1 of 2 reports each load late", top=r"slowest rank 1 \(\d+ %\)", alert="KvobsSlowestRank")
 BLOCKING = Incident(
     "lookups block the scheduler for 350 ms each",
@@ -173,7 +173,7 @@ NOT_RESUMED = _waits("a loaded request is not resumed", "resume", f"{OPEN}vLLM's
 LONG_MS = 25_000
 """For ever, as far as anybody looks; then it ends, so that what comes next is seen alone."""
 ORDERS: dict[Incident, dict[str, Any]] = {
-    SLOWER: {**LOADS, "load_ms": 900},
+    SLOWER: {**LOADS, "load_ms": 1300},
     LATE_RANK: {**LOADS, "load_ms": {"0": 5, "1": 375}},
     BLOCKING: {"sleep_in": LOOKUP, "sleep_ms": 350},
     FAILING: {**LOADS, "fail": "recv"},

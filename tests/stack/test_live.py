@@ -60,6 +60,7 @@ EMPTY: dict[str, str] = {
         for ref in "AB"
     },
     "kvobs-connector: KV events (events/s) (A)": WITHOUT_DATA["kvobs_kv_events_total"],
+    "kvobs-connector: Tokens saved (tokens/s) (A)": WITHOUT_DATA["kvobs_save_tokens_total"],
     "kvobs-connector: Dropped spans and lines, malformed contexts (B)": WITHOUT_DATA["kvobs_request_log_dropped_total"],
 }
 """Queries that must find nothing in such a run, by their board, panel and letter, and why."""
