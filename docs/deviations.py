@@ -77,7 +77,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         hooks=("get_kv_connector_kv_cache_events", "update_connector_output"),
         differs="KV cache events of the workers are collected, and each connector finds its own in the output.",
         why="vLLM's own class never collects them: they are lost.",
-        unasked="Events of a connector that was not chosen count: they are what it has stored.",
+        unasked="Events of a connector that was not chosen count: they report blocks that it has stored.",
         test="tests/unit/routing/test_stock_faults.py::test_w13_kv_cache_events_reach_the_child_that_made_them",
     ),
     Deviation(

@@ -94,7 +94,7 @@ def requests_in(answer: Any) -> set[str]:
     """
     requests = answer if isinstance(answer, set) else set(answer)
     if isinstance(answer, str):
-        raise TypeError("text is no set of request ids")
+        raise TypeError("text is not a set of request ids")
     for request in requests:
         if not isinstance(request, str):
             raise TypeError("no request id")

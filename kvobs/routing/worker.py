@@ -207,7 +207,7 @@ class WorkerSide:
             load = self._loads.get(request)
             if load is not None and load.child != child.index and self._is_sync(request, load):
                 self._failed_syncs.add(request)
-                self._bad_blocks |= {block for group in load.blocks for block in group}
+                self._bad_blocks |= _blocks_of(load)
 
     def _is_sync(self, request: str, load: LoadOrder) -> bool:
         """Return whether a load is synchronous, and of this step."""
