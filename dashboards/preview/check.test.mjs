@@ -41,9 +41,9 @@ test('TraceQL that the editor would underline', async () => {
 
 /** Each change breaks one thing that the schema knows; the finding names the panel and the field. */
 const BROKEN = [
-  ['an option', (of) => (panel(of, 'Load duration by connector (p99)').options.legend.calc = ['max']), /options: .*"calc"/],
-  ['an option\'s value', (of) => (panel(of, 'Load duration by connector (p99)').options.tooltip.mode = 'many'), /options: .*"many"/],
-  ['a field', (of) => (panel(of, 'Load duration by connector (p99)').fieldConfig.defaults.custom.lineWdith = 2), /fields: .*"lineWdith"/],
+  ['an option', (of) => (panel(of, 'Load duration by connector (p99; dashed: mean)').options.legend.calc = ['max']), /options: .*"calc"/],
+  ['an option\'s value', (of) => (panel(of, 'Load duration by connector (p99; dashed: mean)').options.tooltip.mode = 'many'), /options: .*"many"/],
+  ['a field', (of) => (panel(of, 'Load duration by connector (p99; dashed: mean)').fieldConfig.defaults.custom.lineWdith = 2), /fields: .*"lineWdith"/],
   ['a standard field', (of) => (panel(of, 'Firing alerts').fieldConfig.defaults.unitt = 's'), /fields: .*"unitt"/],
   ['a tile', (of) => (panel(of, 'Engines affected').options.graphMod = 'none'), /options: .*"graphMod"/],
   ['a panel', (of) => (panel(of, 'Engines affected').descripton = ''), /Engines affected: .*"descripton"/],
