@@ -18,7 +18,14 @@ from kvobs.connectors.child import Unbuilt
 from kvobs.connectors.endings import must_pass
 from kvobs.connectors.specs import ChildSpec
 from kvobs.connectors.sync_loads import SAFE, Conditions
-from kvobs.connectors.validation import NotUsableError, Validated, clashing_layouts, find_classes, validate
+from kvobs.connectors.validation import (
+    NotUsableError,
+    Validated,
+    clashing_layouts,
+    find_classes,
+    not_registered,
+    validate,
+)
 from kvobs.log import line, log, once
 from kvobs.schema.config import ConfigError
 from kvobs.schema.findings import show
@@ -64,9 +71,7 @@ def class_of(name: str, module: Any) -> type:
             raise
         registered = sorted(getattr(KVConnectorFactory, "_registry", ()))
         if module is None and name not in registered:
-            reason, fix = known.cure(name, registered)
-            found = f"found {show(name)}, which this vLLM does not have" + (f": {reason}" if reason else "")
-            raise NotUsableError(found, ", ".join(registered), fix=fix) from error
+            raise not_registered(name, registered) from error
         found = f"found {show(name)}, whose class can't be imported: {named(error)}"
         fix = _fix_of_import(name, module, error)
         raise NotUsableError(found, fix=fix, is_import=not _is_of_factory(error)) from error

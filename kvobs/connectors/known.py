@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -82,12 +82,17 @@ def missing_libraries(kv_connector: str) -> list[Library]:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module can be found, without importing its package, which may be a stranger's."""
+    """Return whether a module can be found."""
+    return spec_of(module) is not None
+
+
+def spec_of(module: str) -> ModuleSpec | None:
+    """Find a module without importing its package, which may be a stranger's."""
     package, *inner = module.split(".")
     spec = find_spec(package)
     for name in inner:
         spec = PathFinder.find_spec(f"{spec.name}.{name}", spec.submodule_search_locations or ()) if spec else None
-    return spec is not None
+    return spec
 
 
 def cure(name: str, registered: Collection[str]) -> tuple[str, str]:

@@ -73,8 +73,10 @@ def loads_synchronously(connector_class: type) -> bool | None:
     if connector_class.__name__ in ASYNC_ONLY:  # a subclass may differ
         return False
     try:
-        source = textwrap.dedent(inspect.getsource(connector_class.get_num_new_matched_tokens))  # type: ignore[attr-defined]
-        answers = list(_answers(ast.parse(source)))
+        lookup = connector_class.get_num_new_matched_tokens  # type: ignore[attr-defined]
+        if not isinstance(lookup, ast.AST):  # it is where a class stands for its source
+            lookup = ast.parse(textwrap.dedent(inspect.getsource(lookup)))
+        answers = list(_answers(lookup))
     except (AttributeError, OSError, SyntaxError, TypeError):
         return None
     kinds = set(answers)

@@ -4,13 +4,14 @@ What a class does when it is built is not known here.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 
+from kvobs.connectors.known import cure
 from kvobs.connectors.specs import HAND_OFF, ChildSpec, is_kvobs, name_among, why_not_isolated
 from kvobs.connectors.sync_loads import (
     SAFE,
@@ -22,7 +23,7 @@ from kvobs.connectors.sync_loads import (
 )
 from kvobs.schema import config
 from kvobs.schema.config import PATH, Configuration
-from kvobs.schema.findings import Finding, cut, unknown
+from kvobs.schema.findings import Finding, cut, show, unknown
 from kvobs.schema.options import Options
 from kvobs.vllm_api.versions import RETIRED, TransferConfig
 
@@ -42,6 +43,13 @@ class NotUsableError(ValueError):
     def at(self, path: str) -> Finding:
         """Return the mistake, given the path of the connector's entry."""
         return Finding(f"{path}.kv_connector", self.found, self.allowed, self.fix)
+
+
+def not_registered(name: str, registered: Sequence[str]) -> NotUsableError:
+    """Return the error of a connector's name that this vLLM does not have."""
+    reason, fix = cure(name, registered)
+    found = f"found {show(name)}, which this vLLM does not have" + (f": {reason}" if reason else "")
+    return NotUsableError(found, ", ".join(registered), fix=fix)
 
 
 @dataclass(slots=True)

@@ -8,8 +8,10 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvobs.cli.check.check import CheckResult, check_classes, check_text
+from kvobs.cli.check.check import check_text
+from kvobs.cli.check.classes import check_classes
 from kvobs.cli.check.flags import Flags
+from kvobs.cli.check.result import CheckResult
 from kvobs.connector import get_kv_connector_cache_layout
 from kvobs.schema.config import PATH
 from kvobs.testing import Script, cache_config, engine_config
@@ -54,7 +56,7 @@ def scripted(cls: str = "ScriptedConnector", **more: Any) -> dict[str, Any]:
 def check(config: Mapping[str, Any], *flags: Flags) -> CheckResult:
     """Check a configuration's text, and the classes of its connectors."""
     checked = check_text(config, *flags)
-    check_classes(checked)
+    check_classes(checked, is_deep=True)
     return checked
 
 

@@ -5,31 +5,26 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvobs.cli.check import rules, vllm_source
 from kvobs.cli.check.flags import DEFAULTS, DYNAMO_VLLM, NIXL_PORT, RAY, Flags
+from kvobs.cli.check.result import CheckResult, ConnectorResult
 from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of, without_key
 from kvobs.connectors import validation
 from kvobs.connectors.known import PD_ROUTER, ROUTER
-from kvobs.connectors.sync_loads import SAFE, Conditions
 from kvobs.export.destinations import Setup, findings, losses, metrics_go_to, spans_go_to
 from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere, listen
 from kvobs.export.web_config import UnusableError, context
-from kvobs.log import line
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH, is_enabled
 from kvobs.schema.findings import Finding, show
-from kvobs.schema.options import ExporterOptions, Options
+from kvobs.schema.options import ExporterOptions
 from kvobs.telemetry.tracing import sampling
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.vllm_api import versions
-
-if TYPE_CHECKING:
-    from kvobs.cli.check.classes import Facts
 
 _ENDPOINT = re.compile(r"[a-z][a-z0-9+.-]*:/{0,3}[^/\s]+.*|[^/\s]+:\d+/?", re.IGNORECASE)
 _PLUGINS = "VLLM_PLUGINS"
@@ -37,55 +32,6 @@ _CONSOLIDATOR = "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR"
 _OF_DYNAMO = re.compile(r"DYN_(?!KVBM_)")  # KVBM's are read under `vllm serve` too
 _LAST_PORT = 65535
 _HOUR_S, _FEW_MS = 3600, 10
-
-
-@dataclass(slots=True)
-class ConnectorResult:
-    """One configured connector; ``facts`` is None without vLLM, or if its class can't be used."""
-
-    name: str
-    kv_connector: str
-    kv_role: str | None
-    is_isolated: bool
-    facts: Facts | None = None
-
-
-@dataclass(slots=True)
-class CheckResult:
-    """The result of a check. ``config`` has kvobs as its router; ``off`` maps each disabled feature to the reason."""
-
-    router: Router
-    by_variable: bool = False
-    vllm: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may have secrets
-    is_single: bool = False  # as given it has one connector without a router
-    validated: validation.Validated | None = field(default=None, repr=False)
-    options: Options = field(default_factory=Options)
-    failure_policy: str = "fail"
-    tracing: str = "off"
-    metrics_go_to: str = ""
-    spans_go_to: str = ""
-    ports: range = range(0)
-    conditions: Conditions = SAFE
-    connectors: list[ConnectorResult] = field(default_factory=list)
-    off: dict[str, str] = field(default_factory=dict)
-    mistakes: list[Finding] = field(default_factory=list)
-    warnings: list[Finding] = field(default_factory=list)
-    unknown: list[Finding] = field(default_factory=list)  # what may be right, and can't be checked as it is given
-
-    def add(self, mistakes: Iterable[Finding] = (), warnings: Iterable[Finding] = ()) -> None:
-        """Add findings, each once: a missing library is reported, not the import error that it causes."""
-        refused = {finding.path for finding in self.mistakes if finding.path.endswith("kv_connector")}
-        self.mistakes += [finding for finding in self._locate(mistakes) if finding.path not in refused]
-        self.warnings += self._locate(warnings)
-        self.mistakes, self.warnings = list(dict.fromkeys(self.mistakes)), list(dict.fromkeys(self.warnings))
-
-    def _locate(self, findings: Iterable[Finding]) -> Iterator[Finding]:
-        """Yield findings with their paths in the configuration as it is: a single connector is its top level."""
-        for finding in findings:
-            inner = finding.path.removeprefix(validation.path_of(0))
-            is_inner = self.is_single and inner != finding.path
-            yield replace(finding, path=inner.removeprefix(".") or "kv_connector") if is_inner else finding
 
 
 def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritten: bool = False) -> CheckResult:
@@ -106,6 +52,7 @@ def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritt
         router = Router.KVOBS
     version, changed = vllm_source.vllm_version(), rewrite(config)
     result = CheckResult(router, by_variable, version, changed, is_single=is_single, conditions=flags.conditions)
+    result.is_elsewhere = flags.is_elsewhere
     result.add(slips)
     if router is not Router.KVOBS and not is_rewritten and not slips:
         fix = "use the configuration that --rewrite prints"
@@ -116,7 +63,9 @@ def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritt
         result.add(warnings=[Finding("image", f"found {show(flags.image)}, which has no kvobs", fix=fix)])
     _check_entries(result)
     has_vllm = not is_rewritten and result.vllm is not None
-    result.add(*rules.check_entries(result.config, is_stock=router is Router.STOCK, has_vllm=has_vllm))
+    result.add(*rules.check_entries(result.config, is_stock=router is Router.STOCK))
+    missing = list(rules.missing_libraries_of(result.config)) if has_vllm else []
+    result.note_unknown(missing) if flags.is_elsewhere else result.add(missing)
     result.add(*rules.check_memory(result.config, flags.memory, flags.shared_memory))
     if result.vllm is None:
         result.off["classes"] = "vLLM is not installed here: connector classes were not checked"
@@ -330,75 +279,3 @@ def _note_options_that_are_off(result: CheckResult) -> None:
         off["request reports"] = "neither kvobs.report nor kvobs.request_log is set"
     if options.lookup_timeout_ms is None:
         off["lookup timeout"] = "kvobs.lookup_timeout_ms is not set: a connector may answer 'not yet' without limit"
-
-
-def check_classes(result: CheckResult) -> None:
-    """Add the properties and mistakes of the connectors' classes to a checked text; nothing without vLLM."""
-    validated = result.validated
-    if result.vllm is None or validated is None or not validated.entries:
-        return
-    try:
-        from kvobs.cli.check import classes
-
-        classes.load_general_plugins()
-    except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {line(error, 300)}"
-        result.off["classes"] = f"vLLM can't be imported here: {reason}"
-        found = f"can't be imported here, so that connector classes were not checked: {reason}"
-        fix = "run `python -c 'import vllm'` here, and correct what it names"
-        result.add(warnings=[Finding("vLLM", found, fix=fix)])
-        return
-    if result.by_variable and not (theirs := classes.class_of(ROUTER, None)).__module__.startswith(("kvobs.", "vllm.")):
-        found = f"kvobs is not enabled: a plugin has registered {theirs.__module__}.{theirs.__name__} as {ROUTER}"
-        fix = f"use the configuration that --rewrite prints, without {ENABLE_VARIABLE}"
-        result.add(warnings=[Finding(f"environment variable {ENABLE_VARIABLE}", found, fix=fix)])
-    validation.find_classes(validated, classes.class_of, conditions=result.conditions)
-    result.add(validated.mistakes, validated.warnings)
-    connectors = dict(zip(validated.entries, result.connectors, strict=True))
-    has_hisparse = any(connector.kv_connector == "HiSparseConnector" for connector in result.connectors)
-    for spec in validated.specs:
-        entry = validated.entries[spec.index][1]
-        transfer, mistakes = validation.transfer_config(entry, validation.path_of(spec.index), classes.KVTransferConfig)
-        result.add(mistakes)
-        if transfer is not None:
-            try:
-                facts = classes.facts_of(spec.connector_class, transfer, has_hisparse=has_hisparse)
-            except validation.NotUsableError as error:
-                result.add([error.at(validation.path_of(spec.index))])
-            else:
-                connectors[spec.index].facts = facts
-    _check_layouts(result)
-    for feature, fact, problem, effect in (
-        ("hybrid KV cache manager", "supports_hma", False, _WITHOUT_HYBRID),
-        ("sleep mode", "supports_sleep_mode", False, ""),
-        ("full CUDA graphs", "requires_piecewise", True, ""),
-    ):
-        lacking = [each.name for each in result.connectors if each.facts and getattr(each.facts, fact) is problem]
-        if lacking:
-            result.off[feature] = f"not supported by {', '.join(lacking)}{effect}"
-    _note_other_methods(result)
-
-
-def _note_other_methods(result: CheckResult) -> None:
-    """Note the connectors' methods that model runners of other platforms may call."""
-    methods = {each.name: each.facts.other_methods for each in result.connectors if each.facts is not None}
-    if listed := "; ".join(f"{name}: {', '.join(names)}" for name, names in methods.items() if names):
-        result.off["other methods"] = f"no hooks of vLLM: kvobs passes calls on, and does not record them ({listed})"
-
-
-_WITHOUT_HYBRID = (
-    ": with it a model with sliding windows or Mamba keeps fewer tokens, half and less (vLLM's log, GPU KV cache size)"
-)
-
-
-def _check_layouts(result: CheckResult) -> None:
-    """Check that the connectors need one layout, for models with and without MLA."""
-    clashes = {}
-    for is_mla, words in enumerate(("without", "with")):
-        needs = {each.name: each.facts.layouts[is_mla] for each in result.connectors if each.facts}
-        clashes[words] = validation.clashing_layouts({name: need for name, need in needs.items() if need != "unknown"})
-    if all(clashes.values()):
-        result.add(clashes["without"])
-        return
-    for words, clashing in clashes.items():
-        result.add(warnings=[replace(each, found=f"for models {words} MLA, {each.found}") for each in clashing])

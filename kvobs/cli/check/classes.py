@@ -1,69 +1,161 @@
-"""Read the properties of connectors' classes, without building connectors. Importing this module imports vLLM."""
+"""Check what the connectors' classes are, without building connectors: by their source, or by an import of vLLM."""
 
+from __future__ import annotations
+
+import ast
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.plugins import load_general_plugins
-
-from kvobs.connectors.configured import class_of, named
-from kvobs.connectors.fanout import own_methods
+from kvobs.cli.check import vllm_source
+from kvobs.cli.check.result import CheckResult, Facts
+from kvobs.connectors import validation
+from kvobs.connectors.known import ROUTER
+from kvobs.connectors.specs import name_among
 from kvobs.connectors.validation import NotUsableError
-from kvobs.schema.findings import show
-from kvobs.vllm_api import versions
+from kvobs.log import line
+from kvobs.schema.config import ENABLE_VARIABLE
+from kvobs.schema.findings import Finding, show
 
-__all__ = ["Facts", "KVTransferConfig", "class_of", "facts_of", "load_general_plugins"]
+_HOOKS = ("get_required_kvcache_layout", "requires_piecewise_for_cudagraph", "supports_sleep_mode")
+Finder = Callable[[str, Any], type]
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Properties of a connector class with the connector's configuration; None: known only after building.
+def check_classes(result: CheckResult, *, is_deep: bool = False) -> None:
+    """Add the properties and mistakes of the connectors' classes to a checked text; nothing without vLLM.
 
-    ``layouts`` are the KV cache layouts that it needs, for models without and with MLA.
+    They are read from the source; with ``is_deep`` vLLM and the classes are imported.
     """
+    validated = result.validated
+    class_of = None if result.vllm is None else _imported(result) if is_deep else vllm_source.finder()
+    if class_of is None or validated is None or not validated.entries:
+        return
+    not_known = dict[str, bool]()
 
-    class_path: str
-    supports_hma: bool
-    supports_sleep_mode: bool | None
-    requires_piecewise: bool
-    layouts: tuple[str | None, str | None]
-    other_methods: tuple[str, ...] = ()
-    """Public methods that are no hooks of vLLM."""
+    def find(name: str, module: Any) -> type:
+        try:
+            return class_of(name, module)
+        except NotUsableError as error:
+            is_read = not isinstance(error, vllm_source.NotReadError)
+            if not is_read or (result.is_elsewhere and not error.fix.startswith("use ")):
+                not_known[error.found] = is_read or module is not None  # one of vLLM's may be made by its module
+            raise
+
+    validation.find_classes(validated, find, conditions=result.conditions)
+    result.add([each for each in validated.mistakes if each.found not in not_known], validated.warnings)
+    result.note_unknown([each for each in validated.mistakes if not_known.get(each.found)])
+    _find_facts(result, validated, is_deep=is_deep)
+    _check_layouts(result)
+    _note_what_is_off(result)
 
 
-def facts_of(cls: Any, transfer: KVTransferConfig, *, has_hisparse: bool) -> Facts:
+def _imported(result: CheckResult) -> Finder | None:
+    """Import vLLM and its plugins, and return what finds a class; None, and a warning, if that fails."""
+    try:
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        from kvobs.connectors.configured import class_of
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {line(error, 300)}"
+        result.off["classes"] = f"vLLM can't be imported here: {reason}"
+        found = f"can't be imported here, so that connector classes were not checked: {reason}"
+        fix = "run `python -c 'import vllm'` here, and correct what it names"
+        result.add(warnings=[Finding("vLLM", found, fix=fix)])
+        return None
+    theirs = class_of(ROUTER, None)
+    if result.by_variable and not theirs.__module__.startswith(("kvobs.", "vllm.")):
+        found = f"kvobs is not enabled: a plugin has registered {theirs.__module__}.{theirs.__name__} as {ROUTER}"
+        fix = f"use the configuration that --rewrite prints, without {ENABLE_VARIABLE}"
+        result.add(warnings=[Finding(f"environment variable {ENABLE_VARIABLE}", found, fix=fix)])
+    return class_of
+
+
+def _find_facts(result: CheckResult, validated: validation.Validated, *, is_deep: bool) -> None:
+    connectors = dict(zip(validated.entries, result.connectors, strict=True))
+    has_hisparse = any(connector.kv_connector == "HiSparseConnector" for connector in result.connectors)
+    for spec in validated.specs:
+        transfer, path = spec.transfer_config, validation.path_of(spec.index)
+        if is_deep:
+            from vllm.config import KVTransferConfig
+
+            entry = validated.entries[spec.index][1]
+            transfer, mistakes = validation.transfer_config(entry, path, KVTransferConfig)
+            result.add(mistakes)
+        if transfer is not None:
+            try:
+                facts = facts_of(spec.connector_class, transfer, has_hisparse=has_hisparse)
+            except NotUsableError as error:
+                result.add([error.at(path)])
+            else:
+                connectors[spec.index].facts = facts
+
+
+def _note_what_is_off(result: CheckResult) -> None:
+    for feature, fact, problem, effect in (
+        ("hybrid KV cache manager", "supports_hma", False, _WITHOUT_HYBRID),
+        ("sleep mode", "supports_sleep_mode", False, ""),
+        ("full CUDA graphs", "requires_piecewise", True, ""),
+    ):
+        lacking = [each.name for each in result.connectors if each.facts and getattr(each.facts, fact) is problem]
+        if lacking:
+            result.off[feature] = f"not supported by {', '.join(lacking)}{effect}"
+    # Model runners of other platforms may call them.
+    methods = {each.name: each.facts.other_methods for each in result.connectors if each.facts is not None}
+    if listed := "; ".join(f"{name}: {', '.join(names)}" for name, names in methods.items() if names):
+        result.off["other methods"] = f"no hooks of vLLM: kvobs passes calls on, and does not record them ({listed})"
+
+
+_WITHOUT_HYBRID = (
+    ": with it a model with sliding windows or Mamba keeps fewer tokens, half and less (vLLM's log, GPU KV cache size)"
+)
+
+
+def _check_layouts(result: CheckResult) -> None:
+    """Check that the connectors need one layout, for models with and without MLA."""
+    clashes = {}
+    for is_mla, words in enumerate(("without", "with")):
+        needs = {each.name: each.facts.layouts[is_mla] for each in result.connectors if each.facts}
+        clashes[words] = validation.clashing_layouts({name: need for name, need in needs.items() if need != "unknown"})
+    if all(clashes.values()):
+        result.add(clashes["without"])
+        return
+    for words, clashing in clashes.items():
+        result.add(warnings=[replace(each, found=f"for models {words} MLA, {each.found}") for each in clashing])
+
+
+def facts_of(cls: Any, transfer: Any, *, has_hisparse: bool) -> Facts:
     """Read the properties of a connector class; ``NotUsableError`` if it can't be used, or one of its methods raises.
 
     ``has_hisparse`` is whether a HiSparseConnector is beside it.
     """
-    if not issubclass(cls, KVConnectorBase_V1):
+    if not name_among(cls, ("KVConnectorBase_V1",)):
         found = f"found {show(transfer.kv_connector)}, which is not a KVConnectorBase_V1"
         raise NotUsableError(found, fix="name the class of a KV connector")
-    sleep, extra = versions.sleep_mode_hook(cls), transfer.kv_connector_extra_config
-    return Facts(
-        class_path=f"{cls.__module__}.{cls.__qualname__}",
-        supports_hma=_answer("supports_hma", lambda: KVConnectorFactory.supports_hma_config(transfer)),
-        supports_sleep_mode=None if sleep is None else _answer("supports_sleep_mode", lambda: sleep(transfer)),
-        requires_piecewise=_answer(
-            "requires_piecewise_for_cudagraph", lambda: cls.requires_piecewise_for_cudagraph(extra)
-        ),
-        layouts=(_layout(cls, transfer, has_hisparse, False), _layout(cls, transfer, has_hisparse, True)),
-        other_methods=tuple(own_methods(cls)),
-    )
+    hooks = [getattr(cls, name, None) for name in _HOOKS]
+    extra, path = transfer.kv_connector_extra_config, f"{cls.__module__}.{cls.__qualname__}"
+    has_hma = name_among(cls, ("SupportsHMA",)) is not None
+    if isinstance(hooks[0], ast.AST):
+        layouts = [vllm_source.layout(hooks[0], has_hisparse=has_hisparse, is_mla=is_mla) for is_mla in (False, True)]
+        piecewise, sleep = (vllm_source.answer(hook, extra) for hook in hooks[1:])
+        return Facts(path, has_hma, sleep, piecewise, (layouts[0], layouts[1]))
+    from kvobs.connectors.fanout import own_methods
+
+    sleep = None if hooks[2] is None else _answer(_HOOKS[2], hooks[2], transfer)
+    layouts = [_layout(cls, transfer, has_hisparse, is_mla) for is_mla in (False, True)]
+    return Facts(path, has_hma, sleep, _answer(_HOOKS[1], hooks[1], extra), (layouts[0], layouts[1]), own_methods(cls))
 
 
-def _answer(hook: str, call: Callable[[], object]) -> bool:
+def _answer(hook: str, ask: Any, given: Any) -> bool:
     try:
-        return bool(call())
+        return bool(ask(given))
     except Exception as error:
-        raise NotUsableError(f"its {hook} raises {named(error)}", fix="correct what the error names") from error
+        raised = f"{type(error).__name__}: {line(error, 400)}"
+        raise NotUsableError(f"its {hook} raises {raised}", fix="correct what the error names") from error
 
 
-def _layout(cls: Any, transfer: KVTransferConfig, has_hisparse: bool, is_mla: bool) -> str | None:
+def _layout(cls: Any, transfer: Any, has_hisparse: bool, is_mla: bool) -> str | None:
     """Return the layout that the class needs, given the parts of vLLM's configuration that vLLM's classes read."""
     vllm_config = SimpleNamespace(
         kv_transfer_config=transfer,

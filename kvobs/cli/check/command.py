@@ -4,8 +4,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Annotated, Any, NoReturn
 
@@ -15,10 +15,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvobs.cli.check.check import CheckResult, ConnectorResult, check_classes, check_text
+from kvobs.cli.check.check import check_text
+from kvobs.cli.check.classes import check_classes
 from kvobs.cli.check.flags import NIXL_PORT, Flags, flags_of
 from kvobs.cli.check.launch import NETWORK, UNKNOWN, Source
 from kvobs.cli.check.live import LiveResult, look
+from kvobs.cli.check.result import CheckResult, ConnectorResult
 from kvobs.cli.check.rewrite import Router
 from kvobs.cli.check.source import read
 from kvobs.cli.output import count, examples
@@ -59,6 +61,9 @@ def check(
     should_rewrite: Annotated[
         bool, typer.Option("--rewrite", help="Print only the configuration, changed to use kvobs.")
     ] = False,
+    is_deep: Annotated[
+        bool, typer.Option("--deep", help="Import vLLM and the connectors' classes, which takes seconds.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     is_verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also print tables: all that was found, and what is off.")
@@ -92,7 +97,7 @@ def check(
     }
     try:
         given = {name: value for name, value in given.items() if value}
-        results = _check_all(sources, given, out, should_rewrite=should_rewrite, is_verbose=is_verbose)
+        results = _check_all(sources, given, out, should_rewrite=should_rewrite, is_deep=is_deep, is_verbose=is_verbose)
     except KeyboardInterrupt:
         Console(stderr=True).print("Stopped.", style="yellow")
         raise typer.Exit(130) from None
@@ -103,7 +108,7 @@ def check(
 
 
 def _check_all(
-    sources: list[Source], given: dict[str, Any], out: Console, *, should_rewrite: bool, is_verbose: bool
+    sources: list[Source], given: dict[str, Any], out: Console, *, should_rewrite: bool, **shown: bool
 ) -> list[CheckResult]:
     """Check each configuration, with vLLM's options that this command has; print the results, or what it becomes."""
     results = list[CheckResult]()
@@ -122,7 +127,7 @@ def _check_all(
             ports = taken.setdefault(network := source.environment.get(NETWORK, ""), {})
             flags = flags_of(source.config, source.flags, source.environment, given=given, taken=ports)
             with _environment(source.environment):
-                result = _rewrite(source, flags, out) if should_rewrite else _check(source, flags, out, is_verbose)
+                result = _rewrite(source, flags, out) if should_rewrite else _check(source, flags, out, **shown)
             for kind, its in (("the exporter's", result.ports), (f"{NIXL_PORT} of NixlConnector", flags.nixl)):
                 whose = f"{kind} of {source.place}, if both run on one host"
                 ports |= dict.fromkeys(its if network else (), whose)
@@ -144,18 +149,15 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _check(source: Source, flags: Flags, out: Console, is_verbose: bool) -> CheckResult:
-    """Check the text and print what was found, then the same of the classes, the verdict, and tables if asked for."""
+def _check(source: Source, flags: Flags, out: Console, is_deep: bool, is_verbose: bool) -> CheckResult:
+    """Check the text and the classes; print what was found, the verdict, and tables if asked for."""
     result = check_text(source.config, flags)
     result.add(source.mistakes, source.warnings)
+    with _quiet_import() if is_deep else nullcontext():
+        check_classes(result, is_deep=is_deep)
     if result.connectors:
         out.print(headline(result), soft_wrap=True)
     _print_findings(out, result)
-    printed = [*result.warnings, *result.mistakes]
-    if result.vllm is not None:
-        with _quiet_import():
-            check_classes(result)
-        _print_findings(out, result, printed)
     out.print(verdict(result), soft_wrap=True)
     if is_verbose:
         out.print(tables(result))
@@ -192,9 +194,9 @@ def _look(servers: list[str], prometheus: str | None, *, as_json: bool, is_verbo
     raise typer.Exit(1 if result.mistakes else 0)
 
 
-def _print_findings(out: Console, result: CheckResult | LiveResult, printed: Container[Finding] = ()) -> None:
-    """Print each finding that is not printed yet in one line, also in a pipe."""
-    for line in lines(result, printed):
+def _print_findings(out: Console, result: CheckResult | LiveResult) -> None:
+    """Print each finding in one line, also in a pipe."""
+    for line in lines(result):
         out.print(line, soft_wrap=True)
 
 
@@ -251,17 +253,16 @@ def _of_prometheus(facts: Mapping[str, str]) -> Iterator[str]:
     yield from (f"{name}: {facts[name]}" for name in ("jobs", "rules of kvobs") if name in facts)
 
 
-def lines(result: CheckResult | LiveResult, printed: Container[Finding] = ()) -> Iterator[Text]:
-    """Yield a line for each finding that is not printed yet, with its fix."""
+def lines(result: CheckResult | LiveResult) -> Iterator[Text]:
+    """Yield a line for each finding, with its fix."""
     kinds = (("warning", "yellow", result.warnings), ("unknown", "cyan", result.unknown))
     if isinstance(result, LiveResult):
         yield from (Text.assemble(("alert:", "red"), f" {alert}") for alert in result.alerts)
     for title, style, findings in (*kinds, (_word(result), "red", result.mistakes)):
         for finding in findings:
-            if finding not in printed:
-                text = Text(f"{title}: {finding}")
-                text.stylize(style, 0, len(f"{title}: {finding.path}:"))
-                yield text
+            text = Text(f"{title}: {finding}")
+            text.stylize(style, 0, len(f"{title}: {finding.path}:"))
+            yield text
 
 
 def _word(result: CheckResult | LiveResult) -> str:
@@ -293,7 +294,7 @@ def as_dict(result: CheckResult) -> dict[str, Any]:
     lists = ("connectors", "mistakes", "warnings", "unknown")
     return {
         "kvobs": __version__,
-        "is_routed_by_kvobs": None if result.unknown else result.router is Router.KVOBS,
+        "is_routed_by_kvobs": result.router is Router.KVOBS if result.config else None,
         "options": result.options.model_dump(mode="json"),
         **{name: getattr(result, name) for name in same},
         **{name: [asdict(each) for each in getattr(result, name)] for name in lists},

@@ -21,6 +21,7 @@ NIXL_PORT, _DYNAMO_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT", "DYN_SYSTEM_PORT"
 CONTAINER = "kvobs container"
 """A mark among the variables of an engine whose container has a network without Prometheus."""
 IMAGE = "kvobs stock image"  # such a mark, with the image that somebody else publishes
+ELSEWHERE = "kvobs image"  # such a mark: the engine runs in an image, whose libraries are not those of this machine
 MEMORY = "kvobs memory limit"  # such a mark, with the limit of the container's memory, as Kubernetes writes it
 SHARED = "kvobs shared memory limit"  # the same of its /dev/shm
 _NUMBERS = {
@@ -54,6 +55,7 @@ class Flags:
     nixl_taken: Mapping[int, str] = field(default_factory=dict)  # those that another engine has, and whose they are
     is_in_container: bool = False
     image: str = ""  # somebody else's, without kvobs
+    is_elsewhere: bool = False  # in an image: what is installed here has no meaning
     memory: str = ""  # the most that the container may have, such as 64Gi
     shared_memory: str = ""  # the size of its /dev/shm
 
@@ -143,6 +145,7 @@ def flags_of(
         {port: taken[port] for port in nixl if port in taken},
         CONTAINER in environment,
         "" if "PYTHONPATH" in environment else environment.get(IMAGE, ""),  # a volume may bring kvobs
+        ELSEWHERE in environment,
         environment.get(MEMORY, ""),
         environment.get(SHARED, of_docker(beside.get("shm-size", ""))),
     )

@@ -9,7 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvobs.cli.check.flags import DYNAMO_VLLM, IMAGE, LAUNCHER, SIZE, options_of, require_numbers, with_offloading
+from kvobs.cli.check.flags import (
+    DYNAMO_VLLM,
+    ELSEWHERE,
+    IMAGE,
+    LAUNCHER,
+    SIZE,
+    options_of,
+    require_numbers,
+    with_offloading,
+)
 from kvobs.schema.findings import Finding
 
 NETWORK = "network_mode"
@@ -133,6 +142,10 @@ def read_words(words: Sequence[str], place: str, environment: Mapping[str, str])
 
 
 _ELSEWHERE = re.compile(r"\b(?:docker|kubectl|podman|srun|ssh)\b(?!.*--net(?:work)?[ =]host\b)")
+_IN_AN_IMAGE = re.compile(
+    r"\b(?:docker|podman|nerdctl|apptainer|singularity|enroot|kubectl|helm)\b|--container(?:-image)?\b|^#SBATCH\b",
+    re.MULTILINE,
+)
 _ASSIGNMENT = re.compile(r"(?:Environment=|--env=)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _HERE_DOCUMENT = re.compile(r"""<<-?\s*(['"]?)(\w+)\1.*?^\s*\2$""", re.DOTALL | re.MULTILINE)
 _PART = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|\\(\r?\n|.)""", re.DOTALL)
@@ -144,6 +157,7 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*|\{.*\}))?\})", re.DOTAL
 def read_script(text: str, place: str, environment: Mapping[str, str]) -> Iterator[Source]:
     """Read the engines that a shell's line or script starts, or a unit of systemd."""
     known, exported, depth = dict[str, str | None](), dict(environment), 0
+    exported |= {ELSEWHERE: "1"} if _IN_AN_IMAGE.search(text) else {}
     for command, is_guarded in _commands(text):
         depth += (command[0] in ("if", "case")) - (command[0] in ("fi", "esac"))
         words = [substitute(word, known) for word in command]

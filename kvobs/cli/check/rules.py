@@ -29,16 +29,14 @@ class Findings(NamedTuple):
     warnings: list[Finding]
 
 
-def check_entries(whole: Mapping[str, Any], *, is_stock: bool, has_vllm: bool) -> Findings:
+def check_entries(whole: Mapping[str, Any], *, is_stock: bool) -> Findings:
     """Return the mistakes and the warnings about the entries of a configuration, given as kvobs would get it.
 
-    ``is_stock``: vLLM's own router is in the configuration as it is; ``has_vllm``: libraries must be installed here.
+    ``is_stock``: vLLM's own router is in the configuration as it is.
     """
     findings = Findings([], [*misplaced(whole, "")])
     for path, entry in _walk(whole, ""):
         module = entry.get("kv_connector_module_path")
-        if module is None and has_vllm:
-            findings.mistakes.extend(_libraries(entry, path))
         if module is None or str(module).startswith("lmcache."):
             _check_own_options(findings, entry, path)
         findings.warnings.extend([*misplaced(entry, path), *_nesting(entry, path)])
@@ -69,10 +67,13 @@ def _name(entry: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _libraries(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
-    for need in missing_libraries(name := _name(entry) or ""):
-        found = f"found {name!r}, which needs {need.modules[0]!r}, which is not installed here"
-        yield Finding(f"{path}.kv_connector", found, fix=need.install)
+def missing_libraries_of(whole: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield the libraries that vLLM's connectors need, and that are missing here."""
+    for path, entry in _walk(whole, ""):
+        name = _name(entry) or ""
+        for need in missing_libraries(name) if entry.get("kv_connector_module_path") is None else ():
+            found = f"found {name!r}, which needs {need.modules[0]!r}, which is not installed here"
+            yield Finding(f"{path}.kv_connector", found, fix=need.install)
 
 
 def _nesting(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:

@@ -14,7 +14,18 @@ from typing import Any
 import yaml
 
 from kvobs.cli.check import launch
-from kvobs.cli.check.flags import CONTAINER, DYNAMO_VLLM, IMAGE, LAUNCHER, MEMORY, RAY, SHARED, SIZE, of_docker
+from kvobs.cli.check.flags import (
+    CONTAINER,
+    DYNAMO_VLLM,
+    ELSEWHERE,
+    IMAGE,
+    LAUNCHER,
+    MEMORY,
+    RAY,
+    SHARED,
+    SIZE,
+    of_docker,
+)
 from kvobs.cli.check.launch import HAS_OPTION, NETWORK, OPTION, STARTS_VLLM, STOCK_IMAGE, Source
 from kvobs.schema.config import PATH
 from kvobs.vllm_api.versions import MULTIPROCESS
@@ -27,6 +38,7 @@ _OF_LMCACHE = (
     "among its connectors: see 'vLLM production stack' in docs/deployment.md"
 )
 _IS_FLOW = re.compile(r"\s*\{\s*kv_connector:\s")  # of YAML, for another program than vLLM
+_IN_AN_IMAGE = re.compile(r'"(?:apiVersion|image|repository|build|container|container_?[iI]mage|image_?[nN]ame)": ')
 _KEYS = {"kv_connector", "kv_connector_module_path", "kv_role", PATH}
 """Each makes an object a configuration, which may lack the first."""
 
@@ -102,6 +114,8 @@ def _read_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[So
         if sources and not any(source.problem for source in sources):
             return sources
         raise ValueError(f"the configuration is neither JSON nor valid YAML: {' '.join(str(error).split())}") from None
+    if documents and _IN_AN_IMAGE.search(json.dumps(documents, default=str)):
+        environment = {**environment, ELSEWHERE: "1"}
     sources = [source for node in documents for source in _engines(node, place or _name_of(node), environment)]
     if not sources:
         raise ValueError("the YAML has neither a key 'kv-transfer-config' or 'kv_connector' nor a --kv-transfer-config")

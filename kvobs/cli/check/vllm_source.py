@@ -1,13 +1,25 @@
-"""Read the installed vLLM's version and some of its names from its source, because importing vLLM is slow."""
+"""Read the installed vLLM's version, and the names, classes and options in its source, because importing it is slow."""
 
+from __future__ import annotations
+
+import ast
 import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-_REGISTERED = re.compile(r"""\bregister_\w+\(\s*["'](\w+)["']""")
+from kvobs.connectors.known import OURS, spec_of
+from kvobs.connectors.validation import NotUsableError, not_registered
+from kvobs.schema.findings import show
+
+CONNECTORS = "distributed/kv_transfer/kv_connector/factory.py"
+_REGISTERED = re.compile(r"""\bregister_\w+\(\s*["'](\w+)["'](?:,\s*["']([\w.]+)["'],\s*["'](\w+)["'])?""")
 _FIELD = re.compile(r"^    (\w+): ", re.MULTILINE)
 _VERSION = re.compile(r"^__version__\s*=.*?[\"']([^\"']+)[\"']", re.MULTILINE)
+_DEEPEST = 12  # imports that lead to a class
 
 
 @cache
@@ -24,9 +36,9 @@ def vllm_version() -> str | None:
     return None if folder() is None else match[1] if match else "?"
 
 
-def registered(path: str) -> frozenset[str]:
-    """Return the names that a factory of vLLM registers; plugins may register more."""
-    return frozenset(_REGISTERED.findall(_text(path)))
+def registered(path: str = CONNECTORS) -> dict[str, tuple[str, str]]:
+    """Return the names that a factory of vLLM registers, with module and class; plugins may register more."""
+    return {name: (module, cls) for name, module, cls in _REGISTERED.findall(_text(path))}
 
 
 def transfer_keys() -> frozenset[str]:
@@ -41,3 +53,128 @@ def _text(path: str) -> str:
         return "" if root is None else (root / path).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""
+
+
+# --- classes
+
+
+class NotReadError(NotUsableError):
+    """A class may be right, and can't be read from the source here."""
+
+
+def finder() -> Callable[[str, Any], type] | None:
+    """Return what finds a class; None if the source of vLLM is not as expected."""
+    return class_of if registered() else None
+
+
+def class_of(name: str, module: Any) -> type:
+    """Return what stands for a connector's class: its name, module and bases, and the source of its methods.
+
+    Raises:
+        NotUsableError: there is none; ``NotReadError``: only an import shows it.
+    """
+    if module is None:
+        names = registered()
+        if name not in names:
+            raise not_registered(name, sorted(names))
+        module, cls = names[name]
+    else:
+        module, cls = "kvobs.connector" if module in OURS else module, name
+    try:
+        is_missing = not isinstance(module, str) or spec_of(module) is None
+    except (ImportError, ValueError):
+        is_missing = True
+    if is_missing:
+        found = f"found {show(name)}, whose module {show(module)} is not installed here"
+        package = str(module).partition(".")[0]
+        fix = f"correct kv_connector_module_path, or install the package that has the module {package!r}"
+        raise NotUsableError(found, fix=fix, is_import=True)
+    if module == "kvobs.connector" and name != "MultiConnector":
+        raise NotUsableError(f"found {show(name)}, which kvobs does not have", fix="use 'MultiConnector'")
+    if (found_class := _class(module, cls)) is None:
+        text = f"found {show(name)}, whose class can't be read from the source of {module}"
+        raise NotReadError(text, fix="import it: kvobs check --deep")
+    return found_class
+
+
+@cache
+def _class(module: str, name: str, depth: int = 0) -> type | None:
+    """Return a class whose methods are their source; None if its source, or that of a base, can't be found."""
+    tree, file = _tree(module)
+    for node in tree.body if depth < _DEEPEST else ():
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            bases = [_base(module, base, depth) for base in node.bases]
+            methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+            with suppress(TypeError):  # by the order of its bases
+                return None if None in bases else type(name, tuple(bases), {**methods, "__module__": module})  # type: ignore[arg-type]
+            return None
+        match node:
+            case ast.Assign(targets=[ast.Name(id=alias)], value=ast.Name(id=other)) if alias == name:
+                return _class(module, other, depth + 1)
+    for statement in ast.walk(tree) if depth < _DEEPEST else ():
+        if isinstance(statement, ast.ImportFrom):
+            for each in statement.names:
+                if name == (each.asname or each.name):
+                    return _class(_absolute(statement, module, file), each.name, depth + 1)
+    return None
+
+
+def _base(module: str, base: ast.expr, depth: int) -> type | None:
+    match base:
+        case ast.Subscript(value=ast.Name(id="Generic" | "Protocol")) | ast.Name(id="ABC" | "object"):
+            return object
+        case ast.Name(id=name):
+            return _class(module, name, depth + 1)
+    return None
+
+
+@cache
+def _tree(module: str) -> tuple[ast.Module, str]:
+    """Return the source of a module, and its file; no source if it can't be read."""
+    try:
+        file = getattr(spec_of(module), "origin", None) or ""
+        return ast.parse(Path(file).read_text(encoding="utf-8")) if file.endswith(".py") else ast.Module([], []), file
+    except (OSError, ValueError, SyntaxError, ImportError):
+        return ast.Module([], []), ""
+
+
+def _absolute(node: ast.ImportFrom, module: str, file: str) -> str:
+    """Return the module of an import, which may be relative."""
+    parts = module.split(".") if file.endswith("__init__.py") else module.split(".")[:-1]
+    above = parts[: len(parts) - node.level + 1] if node.level else []
+    return ".".join([*above, *filter(None, [node.module])])
+
+
+def layout(method: ast.AST, *, has_hisparse: bool, is_mla: bool) -> str | None:
+    """Return what ``get_required_kvcache_layout`` answers by its source: the first return whose test holds."""
+    holds = {"use_mla": is_mla, "hisparse_config": has_hisparse, "model_config is None": False, "cls is ": False}
+    for node in getattr(method, "body", ()):
+        match node:
+            case ast.If(test=test, body=[*_, (ast.Return() | ast.Raise()) as last]):
+                known = [value for words, value in holds.items() if words in ast.unparse(test)]
+                if known == [False]:
+                    continue
+            case ast.Return() as last:
+                known = [True]
+            case _:
+                continue
+        match last:
+            case ast.Return(value=ast.Constant(value=str() | None as value)) if known == [True]:
+                return value
+        return "unknown"
+    return "unknown"
+
+
+def answer(method: ast.AST | None, extra: Mapping[str, Any]) -> bool | None:
+    """Return what a method answers by its source, a constant or an option; None if it depends on more."""
+    answers = [node.value for node in ast.walk(method or ast.Pass()) if isinstance(node, ast.Return)]
+    match answers:
+        case [ast.Constant(value=bool(value))]:
+            return value
+        case [ast.Call(args=[ast.Constant(value=str(key)), ast.Constant(value=default)])] if _is_of_extra(answers[0]):
+            return bool(extra.get(key, default))
+    return None
+
+
+def _is_of_extra(call: Any) -> bool:
+    return ast.unparse(call.func) == "extra_config.get"

@@ -1,13 +1,18 @@
 """The facts about a connector's class are those of the connector that vLLM builds."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
 import kvobs
+from kvobs.cli.check import vllm_source
+from kvobs.cli.check.check import check_text
+from kvobs.cli.check.classes import check_classes
 from kvobs.connector import get_kv_connector_cache_layout
 from kvobs.connectors import known
 from kvobs.schema.config import PATH
@@ -76,3 +81,37 @@ def test_methods_that_are_no_hooks_of_vllm_are_named() -> None:
     assert checked.mistakes == []
     methods = "PlatformConnector: register_runner, start_load_kv_before_update"
     assert checked.off["other methods"].endswith(f"kvobs passes calls on, and does not record them ({methods})")
+
+
+@pytest.mark.parametrize("name", KVConnectorFactory._registry)
+def test_the_source_of_a_class_says_what_its_import_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each of vLLM's connectors whose libraries are here; of the others the bases at least are read."""
+    monkeypatch.setattr(known, "is_installed", lambda _: True)
+    is_read = name != "LMCacheMPConnector"  # its module makes it of what is installed
+    if is_read:
+        assert vllm_source.class_of(name, None).__name__ == {"NixlConnector": "NixlPullConnector"}.get(name, name)
+    config = config_of([{"kv_connector": name, "kv_role": "kv_both"}])
+    read, imported = check_text(config), check(config)
+    check_classes(read)
+    facts = imported.connectors[0].facts
+    if facts is not None:
+        piecewise = None if name == "MultiConnector" else facts.requires_piecewise  # it asks its connectors
+        assert read.connectors[0].facts == replace(facts, other_methods=(), requires_piecewise=piecewise)
+        imported.off.pop("other methods", None)
+        assert (read.off, read.warnings) == (imported.off, imported.warnings)
+    assert read.unknown == []
+
+
+@pytest.mark.parametrize(("name", "module", "says"), [
+    ("PlatformConnector", "tests.unit.test_strangers", ""),
+    ("Script", "kvobs.testing", "which is not a KVConnectorBase_V1"),
+    ("Nothing", "json", "can't be read from the source of json. Fix: import it: kvobs check --deep"),
+    ("X", "no.such", "whose module 'no.such' is not installed here"),
+    ("X", "", "whose module '' is not installed here"),
+    ("KvobsConnector", "kvobs", "which kvobs does not have. Fix: use 'MultiConnector'"),
+])  # fmt: skip
+def test_a_class_from_elsewhere_is_read_or_the_reason_is_given(name: str, module: str, says: str) -> None:
+    checked = check_text(config_of([{"kv_connector": name, "kv_role": "kv_both", "kv_connector_module_path": module}]))
+    check_classes(checked)
+    found = [str(finding) for finding in (*checked.mistakes, *checked.unknown)]
+    assert [says in text for text in found] == [True] * bool(says), found

@@ -22,7 +22,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "spec of a strange kind": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "spec_name": ["x"]}),
     "threshold as text": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "store_threshold": "two"}),
     "size with a unit, simple": ("SimpleCPUOffloadConnector", {"cpu_bytes_to_use": "10GB"}),
-    "no library": ("FlexKVConnectorV1", {}),
 }
 ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "size": ("OffloadingConnector", {"cpu_bytes_to_use": GIB}),
@@ -37,8 +36,8 @@ def entry_of(connector: str, extra: dict[str, Any]) -> dict[str, Any]:
     return {"kv_connector": connector, "kv_role": "kv_both", PATH: extra}
 
 
-def findings(entry: dict[str, Any], *, has_vllm: bool = True) -> rules.Findings:
-    return rules.check_entries(config_of([entry]), is_stock=False, has_vllm=has_vllm)
+def findings(entry: dict[str, Any]) -> rules.Findings:
+    return rules.check_entries(config_of([entry]), is_stock=False)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -69,7 +68,7 @@ def test_a_disk_path_without_the_backend_is_a_warning() -> None:
 
 
 def test_class_from_elsewhere_has_other_options() -> None:
-    assert findings(entry_of("FlexKVConnectorV1", {}), has_vllm=False) == ([], [])
+    assert findings(entry_of("FlexKVConnectorV1", {})) == ([], [])
     elsewhere = {**entry_of("OffloadingConnector", {}), "kv_connector_module_path": "somebody.elses"}
     assert findings(elsewhere) == ([], [])
     spec = entry_of("OffloadingConnector", {"spec_name": "Mine", "spec_module_path": "my.specs"})
@@ -93,5 +92,5 @@ KEYS = st.sampled_from([
 @given(st.sampled_from(CONNECTORS), st.dictionaries(KEYS, VALUES), st.booleans())
 def test_any_value_is_judged(connector: str, extra: dict[str, Any], has_tiers: bool) -> None:
     options = {**extra, **(TIERING if has_tiers else {})}
-    found = findings(entry_of(connector, options), has_vllm=False)
+    found = findings(entry_of(connector, options))
     assert all(finding.path.startswith(f"{PATH}.connectors[0].{PATH}.") for finding in [*found[0], *found[1]])

@@ -21,7 +21,7 @@ def test_the_version_and_the_names_are_vllms() -> None:
     assert vllm_source.vllm_version() == vllm.__version__
     assert vllm_source.transfer_keys() == {field.name for field in dataclasses.fields(KVTransferConfig)}
     for path, factory in (("", OffloadingSpecFactory), ("tiering/", SecondaryTierFactory)):
-        assert vllm_source.registered(f"v1/kv_offload/{path}factory.py") == factory._registry.keys()
+        assert vllm_source.registered(f"v1/kv_offload/{path}factory.py").keys() == factory._registry.keys()
 
 
 def test_the_tables_agree_with_vllms_names() -> None:
@@ -48,4 +48,4 @@ def test_a_source_that_is_not_as_expected_has_no_names(text: str | None, another
     if text is not None:
         (another / "config").mkdir()
         (another / "config" / "kv_transfer.py").write_text(text)
-    assert vllm_source.transfer_keys() == vllm_source.registered("v1/kv_offload/factory.py") == frozenset()
+    assert vllm_source.transfer_keys() == frozenset(vllm_source.registered()) == frozenset()

@@ -1,0 +1,86 @@
+"""The result of a check: properties and findings."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvobs.cli.check.rewrite import Router
+from kvobs.connectors import validation
+from kvobs.connectors.sync_loads import SAFE, Conditions
+from kvobs.schema.findings import Finding
+from kvobs.schema.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Properties of a connector class with the connector's configuration; None: known only after building.
+
+    ``layouts`` are the KV cache layouts that it needs, for models without and with MLA.
+    """
+
+    class_path: str
+    supports_hma: bool
+    supports_sleep_mode: bool | None
+    requires_piecewise: bool | None
+    layouts: tuple[str | None, str | None]
+    other_methods: Sequence[str] = ()
+    """Public methods that are no hooks of vLLM."""
+
+
+@dataclass(slots=True)
+class ConnectorResult:
+    """One configured connector; ``facts`` is None without vLLM, or if its class can't be used."""
+
+    name: str
+    kv_connector: str
+    kv_role: str | None
+    is_isolated: bool
+    facts: Facts | None = None
+
+
+@dataclass(slots=True)
+class CheckResult:
+    """The result of a check. ``config`` has kvobs as its router; ``off`` maps each disabled feature to the reason."""
+
+    router: Router
+    by_variable: bool = False
+    vllm: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may have secrets
+    is_single: bool = False  # as given it has one connector without a router
+    validated: validation.Validated | None = field(default=None, repr=False)
+    options: Options = field(default_factory=Options)
+    failure_policy: str = "fail"
+    tracing: str = "off"
+    metrics_go_to: str = ""
+    spans_go_to: str = ""
+    ports: range = range(0)
+    conditions: Conditions = SAFE
+    is_elsewhere: bool = False  # the engine runs in an image: what is missing here is not known
+    connectors: list[ConnectorResult] = field(default_factory=list)
+    off: dict[str, str] = field(default_factory=dict)
+    mistakes: list[Finding] = field(default_factory=list)
+    warnings: list[Finding] = field(default_factory=list)
+    unknown: list[Finding] = field(default_factory=list)  # what may be right, and can't be checked as it is given
+
+    def add(self, mistakes: Iterable[Finding] = (), warnings: Iterable[Finding] = ()) -> None:
+        """Add findings, each once: a missing library is reported, not the import error that it causes."""
+        refused = {finding.path for finding in self.mistakes if finding.path.endswith("kv_connector")}
+        self.mistakes += [finding for finding in self._locate(mistakes) if finding.path not in refused]
+        self.warnings += self._locate(warnings)
+        self.mistakes, self.warnings = list(dict.fromkeys(self.mistakes)), list(dict.fromkeys(self.warnings))
+
+    def note_unknown(self, findings: Iterable[Finding]) -> None:
+        """Add what may be right elsewhere, one line for a connector."""
+        noted = {finding.path for finding in self.unknown}
+        for finding in self._locate(findings):
+            if finding.path not in noted:
+                noted.add(finding.path)
+                fix = finding.fix if "--deep" in finding.fix else f"check in the image, or here: {finding.fix}"
+                self.unknown.append(replace(finding, allowed="", fix=fix))
+
+    def _locate(self, findings: Iterable[Finding]) -> Iterator[Finding]:
+        """Yield findings with their paths in the configuration as it is: a single connector is its top level."""
+        for finding in findings:
+            inner = finding.path.removeprefix(validation.path_of(0))
+            is_inner = self.is_single and inner != finding.path
+            yield replace(finding, path=inner.removeprefix(".") or "kv_connector") if is_inner else finding
