@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from types import CodeType
+from typing import TYPE_CHECKING, Any
 
 from kvobs.schema import signals
 from kvobs.state.events import Observer
@@ -17,10 +19,10 @@ if TYPE_CHECKING:
     from kvobs.probe.recorder import Recorder
     from kvobs.state.cache_layout import CacheLayout
 
-BETWEEN_ENGINES = ("NixlBaseConnector", "NixlConnector", "MooncakeConnector", "P2pNcclConnector", "MoRIIOConnector")
-HAND_OFF = dict.fromkeys(BETWEEN_ENGINES, "hands KV over to another engine")
-HAND_OFF["HiSparseConnector"] = "is a part of vLLM's KV cache manager"
-"""Connector classes (and their subclasses) that can't be isolated, with the reason."""
+_INNER = "HiSparseConnector"  # a class that, like those that hand KV over, can't be isolated
+
+WORDS = "__words__"
+"""The attribute of what stands for a class that has been read, not imported: the texts in its source."""
 
 NEVER_AGAIN = frozenset({"SimpleCPUOffloadConnector"})
 """Connector classes whose hits can't be trusted after a failure on a worker: a save that was never begun counts as done
@@ -58,7 +60,41 @@ class ChildSpec:
 
 def between_engines(specs: Iterable[ChildSpec]) -> list[ChildSpec]:
     """Return those of the connectors that hand KV from one engine to another."""
-    return [spec for spec in specs if name_among(spec.connector_class, BETWEEN_ENGINES)]
+    return [spec for spec in specs if hands_over(spec.connector_class)]
+
+
+def hands_over(connector_class: type) -> bool:
+    """Return whether a class, or one that it builds, reads in a request's params which other engine has its KV."""
+    words = _words(connector_class)
+    return "do_remote_prefill" in words and any(word.startswith("remote_") for word in words)
+
+
+@cache
+def _words(connector_class: type) -> frozenset[str]:
+    """Return the texts in the code of a class, and of the classes and functions of its packages that this names."""
+    if (stated := vars(connector_class).get(WORDS)) is not None:
+        return frozenset(stated)
+    bases = [base for base in connector_class.__mro__ if base.__name__ != "KVConnectorBase_V1"]
+    packages = tuple(base.__module__.rpartition(".")[0] or base.__module__ for base in bases if base is not object)
+    words, seen, todo = set[str](), set[int](), list[Any](bases)
+    while todo:
+        each = todo.pop()
+        if id(each) in seen or not str(getattr(each, "__module__", "")).startswith(packages):
+            continue
+        seen.add(id(each))
+        for method in vars(each).values() if isinstance(each, type) else [each]:
+            function = getattr(method, "__func__", getattr(method, "fget", method))
+            named = getattr(function, "__globals__", {})
+            codes = [getattr(function, "__code__", None)]
+            while codes:
+                if isinstance(code := codes.pop(), tuple):
+                    codes += code
+                elif isinstance(code, str):
+                    words.add(code)
+                elif isinstance(code, CodeType):
+                    codes += code.co_consts
+                    todo += [found for name in code.co_names if callable(found := named.get(name))]
+    return frozenset(words)
 
 
 def is_kvobs(connector_class: type) -> bool:
@@ -72,8 +108,14 @@ def why_not_isolated(spec: ChildSpec) -> str | None:
         return "has kv_role kv_producer: another engine waits for what it saves"
     if name_among(spec.connector_class, ("MultiConnector",)) is not None:
         return "is a MultiConnector: list its connectors beside the others, and name those"
-    name = name_among(spec.connector_class, HAND_OFF)
-    return None if name is None else HAND_OFF[name]
+    return what_it_is(spec.connector_class)
+
+
+def what_it_is(connector_class: type) -> str | None:
+    """Return what a class does that its engine can't do without, as a phrase; None if it only stores KV."""
+    if name_among(connector_class, (_INNER,)):
+        return "is a part of vLLM's KV cache manager"
+    return "hands KV over to another engine" if hands_over(connector_class) else None
 
 
 def load_ends_save(connector: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvobs.connectors.known import cure
-from kvobs.connectors.specs import HAND_OFF, ChildSpec, is_kvobs, name_among, why_not_isolated
+from kvobs.connectors.specs import ChildSpec, is_kvobs, what_it_is, why_not_isolated
 from kvobs.connectors.sync_loads import (
     SAFE,
     Conditions,
@@ -127,8 +127,8 @@ def find_classes(
         if spec.is_isolated and (why := why_not_isolated(spec)):
             found = f"found {spec.name!r} ({spec.connector_class.__name__}), which can't be isolated: it {why}"
             checked.mistakes.append(Finding(f"{PATH}.kvobs.isolate", found, fix="remove it from the list"))
-        if spec.name in options.min_tokens and (kind := name_among(spec.connector_class, HAND_OFF)):
-            found = f"found a minimum for {spec.connector_class.__name__}, which can't have one: it {HAND_OFF[kind]}"
+        if spec.name in options.min_tokens and (kind := what_it_is(spec.connector_class)):
+            found = f"found a minimum for {spec.connector_class.__name__}, which can't have one: it {kind}"
             checked.mistakes.append(Finding(f"{PATH}.kvobs.min_tokens.{spec.name}", found, fix="remove it"))
     checked.async_only = async_only(checked.specs, conditions)
     checked.warnings += unused_offers(checked.specs, conditions, checked.async_only)

@@ -23,7 +23,6 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
 from kvobs import faults
-from kvobs.connectors import specs
 from kvobs.connectors.specs import STATED_BYTES
 from kvobs.log import forget, log
 from kvobs.probe.pauses import OF_PROCESS
@@ -59,8 +58,7 @@ class Life:
 def life(folder: Path) -> Iterator[Life]:
     """Let an engine live, and end by an exception of a connector."""
     with pytest.MonkeyPatch.context() as patch, _listening() as lines:
-        # A connector's name stands for its class: a store's options have its size, peers have a name of their own.
-        patch.setattr(specs, "BETWEEN_ENGINES", ("PeerConnector",))
+        # A connector's name stands for its class: a store's options have its size.
         patch.setitem(STATED_BYTES, "ScriptedConnector", {"bytes": False})
         patch.setattr("kvobs.export.engine_watch.SHOWN_NS", 0)
         patch.setattr(faults, "is_under_pytest", lambda: False)

@@ -229,4 +229,8 @@ class BrokenConnector(KVConnectorBase_V1):
 
 
 class PeerConnector(MeteredConnector):
-    """Stands for a connector between engines, where a test adds its name to those."""
+    """Reads, as connectors between engines do, which engine has a request's KV."""
+
+    @staticmethod
+    def _peer(params: dict[str, Any]) -> Any:
+        return params.get("remote_host") if params.get("do_remote_prefill") else None

@@ -116,7 +116,7 @@ def test_offers(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
 
 
 def test_loads_from_other_engines(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    monkeypatch.setattr(specs, "BETWEEN_ENGINES", ("ScriptedConnector",))
+    monkeypatch.setattr(specs, "hands_over", lambda _: True)
     a.offers["r"] = KV
     engine = Observed(monkeypatch, a, b)
     engine.rig.add("r", do_remote_prefill=True, remote_host="10.0.3.17", remote_port=5600)

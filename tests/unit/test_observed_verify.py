@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvobs.connectors import specs
 from kvobs.testing import BLOCK, Script
 from tests.support.cached import Cached
 from tests.support.observed import KV, Observed
@@ -75,7 +74,6 @@ def test_a_decode_engine_compares_with_what_the_prefill_engine_computed(
     way: str, sent: set[str], monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     """Of each rank with the same rank's blocks; whether or not there is a trace beside them."""
-    monkeypatch.setattr(specs, "BETWEEN_ENGINES", ("PeerConnector",))
     peers = [child_config(a, "PeerConnector", kv_role="kv_consumer"), child_config(b, "PeerConnector")]
     prefill_class = Traced if way == "traced" else Observed
     prefill = prefill_class(monkeypatch, a, b, connectors=peers, verify=SHARE)

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvobs.cli.check import rules, vllm_source
-from kvobs.cli.check.flags import DEFAULTS, DYNAMO_VLLM, NIXL_PORT, RAY, Flags
+from kvobs.cli.check import peers, rules, vllm_source
+from kvobs.cli.check.flags import CONTAINER, DEFAULTS, DYNAMO_VLLM, IMAGE, MEMORY, NIXL_PORT, RAY, SHARED, Flags
 from kvobs.cli.check.result import CheckResult, ConnectorResult
 from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of, without_key
 from kvobs.connectors import validation
@@ -58,15 +58,16 @@ def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritt
         fix = "use the configuration that --rewrite prints"
         fix += f", or start vLLM with {ENABLE_VARIABLE}=1" if can_be_enabled and not is_enabled() else ""
         result.add(warnings=[_warn_of_other_router(config, router, plugins if is_variable else None, fix)])
-    elif flags.image and not is_rewritten:
+    elif (image := flags.environment.get(IMAGE)) and "PYTHONPATH" not in flags.environment and not is_rewritten:
         fix = "build one with it, or bring it in a volume: see 'Into the image' in docs/deployment.md"
-        result.add(warnings=[Finding("image", f"found {show(flags.image)}, which has no kvobs", fix=fix)])
+        result.add(warnings=[Finding("image", f"found {show(image)}, which has no kvobs", fix=fix)])
     _check_entries(result)
     has_vllm = not is_rewritten and result.vllm is not None
     result.add(*rules.check_entries(result.config, is_stock=router is Router.STOCK))
     missing = list(rules.missing_libraries_of(result.config)) if has_vllm else []
     result.note_unknown(missing) if flags.is_elsewhere else result.add(missing)
-    result.add(*rules.check_memory(result.config, flags.memory, flags.shared_memory))
+    result.add(*rules.check_memory(result.config, flags.environment.get(MEMORY, ""), flags.environment.get(SHARED, "")))
+    result.add(warnings=() if is_rewritten else peers.side_channels(result, flags))
     if result.vllm is None:
         result.off["classes"] = "vLLM is not installed here: connector classes were not checked"
     _check_telemetry(result, flags)
@@ -192,7 +193,8 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
 
 def _warn_of_start(exporter: ExporterOptions | None, flags: Flags) -> Iterator[Finding]:
     """Yield what can't work at the place where the engine is started."""
-    if flags.is_in_container and flags.launcher != DYNAMO_VLLM and exporter is not None and not _is_seen(exporter):
+    is_inside = CONTAINER in flags.environment and flags.launcher != DYNAMO_VLLM
+    if is_inside and exporter is not None and not _is_seen(exporter):
         found = f"found host {exporter.host!r}, which nobody outside the pod or container reaches"
         yield Finding(f"{PATH}.kvobs.exporter", found, fix='add "host": "0.0.0.0", for Prometheus to scrape it')
     for port, whose in flags.nixl_taken.items():

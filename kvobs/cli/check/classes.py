@@ -12,7 +12,7 @@ from kvobs.cli.check import vllm_source
 from kvobs.cli.check.result import CheckResult, Facts
 from kvobs.connectors import validation
 from kvobs.connectors.known import ROUTER
-from kvobs.connectors.specs import name_among
+from kvobs.connectors.specs import hands_over, name_among
 from kvobs.connectors.validation import NotUsableError
 from kvobs.log import line
 from kvobs.schema.config import ENABLE_VARIABLE
@@ -76,6 +76,9 @@ def _find_facts(result: CheckResult, validated: validation.Validated, *, is_deep
     connectors = dict(zip(validated.entries, result.connectors, strict=True))
     has_hisparse = any(connector.kv_connector == "HiSparseConnector" for connector in result.connectors)
     for spec in validated.specs:
+        if hands_over(spec.connector_class):
+            bases = [base.__name__ for base in spec.connector_class.__mro__]
+            connectors[spec.index].hands_over = bases[bases.index("KVConnectorBase_V1") - 1]
         transfer, path = spec.transfer_config, validation.path_of(spec.index)
         if is_deep:
             from vllm.config import KVTransferConfig

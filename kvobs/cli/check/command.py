@@ -15,9 +15,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvobs.cli.check import peers
 from kvobs.cli.check.check import check_text
 from kvobs.cli.check.classes import check_classes
-from kvobs.cli.check.flags import NIXL_PORT, Flags, flags_of
+from kvobs.cli.check.flags import NIXL_PORT, flags_of
 from kvobs.cli.check.launch import NETWORK, UNKNOWN, Source
 from kvobs.cli.check.live import LiveResult, look
 from kvobs.cli.check.result import CheckResult, ConnectorResult
@@ -108,33 +109,50 @@ def check(
 
 
 def _check_all(
-    sources: list[Source], given: dict[str, Any], out: Console, *, should_rewrite: bool, **shown: bool
+    sources: list[Source], given: dict[str, Any], out: Console, *, should_rewrite: bool, is_deep: bool, is_verbose: bool
 ) -> list[CheckResult]:
     """Check each configuration, with vLLM's options that this command has; print the results, or what it becomes."""
     results = list[CheckResult]()
     taken: dict[str, dict[int, str]] = {"": {}}  # by network: the exporters' ports, and whose they are
     for source in sources:
-        if source.place and not should_rewrite:
-            out.print(Text(f"\n{source.place}\n", "bold"))
         if source.problem or source.unknown:
             fix = source.fix or (_FIX if source.problem else _PASTE)
             found = Finding("CONFIG", source.problem or source.unknown, fix=fix)
             result = CheckResult(Router.NONE)
             (result.mistakes if source.problem else result.unknown).append(found)
-            _print_findings(out, result)
-            out.print(verdict(result))
         else:
             ports = taken.setdefault(network := source.environment.get(NETWORK, ""), {})
             flags = flags_of(source.config, source.flags, source.environment, given=given, taken=ports)
-            with _environment(source.environment):
-                result = _rewrite(source, flags, out) if should_rewrite else _check(source, flags, out, **shown)
+            with _environment(source.environment), _quiet_import() if is_deep else nullcontext():
+                result = check_text(source.config, flags, is_rewritten=should_rewrite)
+                result.add(source.mistakes, source.warnings)
+                if not should_rewrite:
+                    check_classes(result, is_deep=is_deep)
             for kind, its in (("the exporter's", result.ports), (f"{NIXL_PORT} of NixlConnector", flags.nixl)):
                 whose = f"{kind} of {source.place}, if both run on one host"
                 ports |= dict.fromkeys(its if network else (), whose)
         results.append(result)
+    peers.compare([source.place for source in sources], results)
+    for source, result in zip(sources, results, strict=True):
+        _print(source, result, out, should_rewrite=should_rewrite, is_verbose=is_verbose)
     if len(sources) > 1:
         out.print("", verdict(*results), sep="\n")
     return results
+
+
+def _print(source: Source, result: CheckResult, out: Console, *, should_rewrite: bool, is_verbose: bool) -> None:
+    """Print what was found and the verdict, with tables if asked for; or what a configuration becomes."""
+    if source.place and not should_rewrite:
+        out.print(Text(f"\n{source.place}\n", "bold"))
+    if result.connectors and not should_rewrite:
+        out.print(headline(result), soft_wrap=True)
+    _print_findings(out, result)
+    if should_rewrite and result.config and not result.mistakes:
+        typer.echo(json.dumps(result.config, indent=2))
+    elif not should_rewrite:
+        out.print(verdict(result), soft_wrap=True)
+        if is_verbose:
+            out.print(tables(result))
 
 
 @contextmanager
@@ -147,31 +165,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _check(source: Source, flags: Flags, out: Console, is_deep: bool, is_verbose: bool) -> CheckResult:
-    """Check the text and the classes; print what was found, the verdict, and tables if asked for."""
-    result = check_text(source.config, flags)
-    result.add(source.mistakes, source.warnings)
-    with _quiet_import() if is_deep else nullcontext():
-        check_classes(result, is_deep=is_deep)
-    if result.connectors:
-        out.print(headline(result), soft_wrap=True)
-    _print_findings(out, result)
-    out.print(verdict(result), soft_wrap=True)
-    if is_verbose:
-        out.print(tables(result))
-    return result
-
-
-def _rewrite(source: Source, flags: Flags, out: Console) -> CheckResult:
-    """Print the configuration changed to use kvobs, which needs neither vLLM nor the connectors' libraries."""
-    result = check_text(source.config, flags, is_rewritten=True)
-    result.add(source.mistakes, source.warnings)
-    _print_findings(out, result)
-    if not result.mistakes:
-        typer.echo(json.dumps(result.config, indent=2))
-    return result
 
 
 def _look(servers: list[str], prometheus: str | None, *, as_json: bool, is_verbose: bool) -> NoReturn:

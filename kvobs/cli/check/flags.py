@@ -22,6 +22,9 @@ CONTAINER = "kvobs container"
 """A mark among the variables of an engine whose container has a network without Prometheus."""
 IMAGE = "kvobs stock image"  # such a mark, with the image that somebody else publishes
 ELSEWHERE = "kvobs image"  # such a mark: the engine runs in an image, whose libraries are not those of this machine
+HOST_NETWORK = "kvobs host network"  # such a mark: the pod or container has no network of its own
+ALONE = "kvobs own network"  # such a mark: the container has a network of its own
+MORE = "kvobs further variables"  # such a mark: of a Secret or a file, or set by who makes the container
 MEMORY = "kvobs memory limit"  # such a mark, with the limit of the container's memory, as Kubernetes writes it
 SHARED = "kvobs shared memory limit"  # the same of its /dev/shm
 _NUMBERS = {
@@ -53,11 +56,12 @@ class Flags:
     taken: Mapping[int, str] = field(default_factory=dict)
     nixl: range = range(0)  # its ports
     nixl_taken: Mapping[int, str] = field(default_factory=dict)  # those that another engine has, and whose they are
-    is_in_container: bool = False
-    image: str = ""  # somebody else's, without kvobs
-    is_elsewhere: bool = False  # in an image: what is installed here has no meaning
-    memory: str = ""  # the most that the container may have, such as 64Gi
-    shared_memory: str = ""  # the size of its /dev/shm
+    environment: Mapping[str, str] = field(default_factory=dict)  # the engine's variables, and the marks above
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the engine runs in an image: what is installed here has no meaning."""
+        return ELSEWHERE in self.environment
 
 
 def options_of(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -143,11 +147,7 @@ def flags_of(
         {**taken, **ports},
         nixl,
         {port: taken[port] for port in nixl if port in taken},
-        CONTAINER in environment,
-        "" if "PYTHONPATH" in environment else environment.get(IMAGE, ""),  # a volume may bring kvobs
-        ELSEWHERE in environment,
-        environment.get(MEMORY, ""),
-        environment.get(SHARED, of_docker(beside.get("shm-size", ""))),
+        {SHARED: of_docker(beside.get("shm-size", "")), **environment},
     )
 
 

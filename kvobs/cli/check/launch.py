@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvobs.cli.check.flags import (
+    ALONE,
     DYNAMO_VLLM,
     ELSEWHERE,
     IMAGE,
@@ -142,6 +143,7 @@ def read_words(words: Sequence[str], place: str, environment: Mapping[str, str])
 
 
 _ELSEWHERE = re.compile(r"\b(?:docker|kubectl|podman|srun|ssh)\b(?!.*--net(?:work)?[ =]host\b)")
+_DOCKER = re.compile(r"\b(?:docker|podman|nerdctl)\b")
 _IN_AN_IMAGE = re.compile(
     r"\b(?:docker|podman|nerdctl|apptainer|singularity|enroot|kubectl|helm)\b|--container(?:-image)?\b|^#SBATCH\b",
     re.MULTILINE,
@@ -166,7 +168,8 @@ def read_script(text: str, place: str, environment: Mapping[str, str]) -> Iterat
         if command[0] == "export" or command[0].startswith("Environment="):
             exported |= values
         network = "" if _ELSEWHERE.search(" ".join(words)) else environment.get(NETWORK, f"of {place}")
-        variables = {**exported, **values, NETWORK: network}
+        is_alone = not network and _DOCKER.search(" ".join(words))
+        variables = {**exported, **dict.fromkeys([ALONE] * bool(is_alone), "1"), **values, NETWORK: network}
         variables |= dict.fromkeys([IMAGE] if (image := next(filter(STOCK_IMAGE.match, words), "")) else [], image)
         if any(map(HAS_OPTION.match, words)):
             yield from attempt(place, read_words, words, place, variables)

@@ -36,6 +36,7 @@ class ConnectorResult:
     kv_role: str | None
     is_isolated: bool
     facts: Facts | None = None
+    hands_over: str = ""  # the class whose kind can take the KV, if it hands KV over to another engine
 
 
 @dataclass(slots=True)

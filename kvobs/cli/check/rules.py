@@ -46,6 +46,11 @@ def check_entries(whole: Mapping[str, Any], *, is_stock: bool) -> Findings:
     return findings
 
 
+def entries(whole: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the place and entry of each connector of a configuration, given as kvobs would get it."""
+    return _walk(whole, "")
+
+
 def _walk(parent: Mapping[str, Any], path: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the place and entry of each connector, also of those within a connector."""
     for i, entry in enumerate(_connectors(parent)):

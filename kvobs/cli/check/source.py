@@ -15,12 +15,15 @@ import yaml
 
 from kvobs.cli.check import launch
 from kvobs.cli.check.flags import (
+    ALONE,
     CONTAINER,
     DYNAMO_VLLM,
     ELSEWHERE,
+    HOST_NETWORK,
     IMAGE,
     LAUNCHER,
     MEMORY,
+    MORE,
     RAY,
     SHARED,
     SIZE,
@@ -37,6 +40,8 @@ _OF_LMCACHE = (
     f"leave lmcacheConfig.enabled unset, and give vllmConfig.extraArgs a --{OPTION} that lists LMCacheConnectorV1 "
     "among its connectors: see 'vLLM production stack' in docs/deployment.md"
 )
+_MAKERS = ("LLMInferenceService", "LLMInferenceServiceConfig", "RayService", "RayCluster", "DynamoGraphDeployment")
+"""Kinds whose controller, or what it starts, sets variables of its own."""
 _IS_FLOW = re.compile(r"\s*\{\s*kv_connector:\s")  # of YAML, for another program than vLLM
 _IN_AN_IMAGE = re.compile(r'"(?:apiVersion|image|repository|build|container|container_?[iI]mage|image_?[nN]ame)": ')
 _KEYS = {"kv_connector", "kv_connector_module_path", "kv_role", PATH}
@@ -164,7 +169,10 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
         of_chart = {MULTIPROCESS: "/tmp"} if node.get("vllmConfig") else {}  # of the vLLM production stack
         environment = {**environment, **of_chart, **_variables(node)}
         if "image" in node and {"command", "args"} & node.keys() and node.get(NETWORK) != "host":
-            environment[CONTAINER] = "1"
+            environment[CONTAINER] = environment[ALONE] = "1"
+        is_made = node.get("kind") in _MAKERS or node.keys() & {"envFrom", "env_file"}
+        environment |= {MORE: "1"} if is_made else {}
+        environment |= {HOST_NETWORK: "1"} if node.get(NETWORK) == "host" or node.get("hostNetwork") else {}
         image = str(node.get("image") or f"{node.get('repository')}:{node.get('tag')}".removesuffix(":None"))
         environment |= {IMAGE: image} if STOCK_IMAGE.match(image) else {}
         environment |= _limits(node, environment)
@@ -206,8 +214,8 @@ def _variables(node: Mapping[Any, Any]) -> dict[str, str]:
         if isinstance(given, dict):
             out |= inner if isinstance(inner := given.get("env_vars"), dict) else given  # of Ray's runtime_env
         for each in _list(given):
-            if isinstance(each, dict) and "value" in each:
-                out[each.get("name")] = each["value"]
+            if isinstance(each, dict) and each.get("name"):
+                out[each["name"]] = each.get("value", "$(valueFrom)")
             elif isinstance(each, str) and "=" in each:
                 out[each.partition("=")[0]] = each.partition("=")[2]
     return {str(name): launch.substitute(str(value), {}) for name, value in out.items()}

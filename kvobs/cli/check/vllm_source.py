@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.connectors.known import OURS, spec_of
+from kvobs.connectors.specs import WORDS
 from kvobs.connectors.validation import NotUsableError, not_registered
 from kvobs.schema.findings import show
 
@@ -19,6 +20,9 @@ CONNECTORS = "distributed/kv_transfer/kv_connector/factory.py"
 _REGISTERED = re.compile(r"""\bregister_\w+\(\s*["'](\w+)["'](?:,\s*["']([\w.]+)["'],\s*["'](\w+)["'])?""")
 _FIELD = re.compile(r"^    (\w+): ", re.MULTILINE)
 _VERSION = re.compile(r"^__version__\s*=.*?[\"']([^\"']+)[\"']", re.MULTILINE)
+_IMPORT = re.compile(r"^\s*from\s+([\w.]+)\s+import\s+(\([^)]*\)|.+)$", re.MULTILINE)
+_QUOTED = re.compile(r"""["']([\w.]+)["']""")
+_OF_CONNECTORS = ("vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.")
 _DEEPEST = 12  # imports that lead to a class
 
 
@@ -94,13 +98,15 @@ def class_of(name: str, module: Any) -> type:
     if (found_class := _class(module, cls)) is None:
         text = f"found {show(name)}, whose class can't be read from the source of {module}"
         raise NotReadError(text, fix="import it: kvobs check --deep")
+    if WORDS not in vars(found_class):
+        setattr(found_class, WORDS, texts_of(found_class.__module__))
     return found_class
 
 
 @cache
 def _class(module: str, name: str, depth: int = 0) -> type | None:
     """Return a class whose methods are their source; None if its source, or that of a base, can't be found."""
-    tree, file = _tree(module)
+    tree = _tree(module)
     for node in tree.body if depth < _DEEPEST else ():
         if isinstance(node, ast.ClassDef) and node.name == name:
             bases = [_base(module, base, depth) for base in node.bases]
@@ -115,7 +121,8 @@ def _class(module: str, name: str, depth: int = 0) -> type | None:
         if isinstance(statement, ast.ImportFrom):
             for each in statement.names:
                 if name == (each.asname or each.name):
-                    return _class(_absolute(statement, module, file), each.name, depth + 1)
+                    source = "." * statement.level + (statement.module or "")
+                    return _class(_absolute(source, module), each.name, depth + 1)
     return None
 
 
@@ -129,20 +136,49 @@ def _base(module: str, base: ast.expr, depth: int) -> type | None:
 
 
 @cache
-def _tree(module: str) -> tuple[ast.Module, str]:
-    """Return the source of a module, and its file; no source if it can't be read."""
+def _source(module: str) -> tuple[str, str]:
+    """Return the text of a module and its file; nothing if it can't be read."""
     try:
         file = getattr(spec_of(module), "origin", None) or ""
-        return ast.parse(Path(file).read_text(encoding="utf-8")) if file.endswith(".py") else ast.Module([], []), file
-    except (OSError, ValueError, SyntaxError, ImportError):
-        return ast.Module([], []), ""
+        return (Path(file).read_text(encoding="utf-8"), file) if file.endswith(".py") else ("", "")
+    except (OSError, ValueError, ImportError):
+        return "", ""
 
 
-def _absolute(node: ast.ImportFrom, module: str, file: str) -> str:
-    """Return the module of an import, which may be relative."""
-    parts = module.split(".") if file.endswith("__init__.py") else module.split(".")[:-1]
-    above = parts[: len(parts) - node.level + 1] if node.level else []
-    return ".".join([*above, *filter(None, [node.module])])
+@cache
+def _tree(module: str) -> ast.Module:
+    with suppress(SyntaxError, ValueError, RecursionError):
+        return ast.parse(_source(module)[0])
+    return ast.Module([], [])
+
+
+def _absolute(name: str, module: str) -> str:
+    """Return the module that an import names, perhaps with dots before it."""
+    inner = name.lstrip(".")
+    level = len(name) - len(inner) - _source(module)[1].endswith("__init__.py")
+    above = module.split(".")[: -level or None] if inner != name else []
+    return ".".join([*above, *filter(None, [inner])])
+
+
+@cache
+def sources(module: str) -> dict[str, str]:
+    """Return the source of a connector's module, and of those that it imports and only connectors have, by name."""
+    package = module.rpartition(".")[0]
+    found, todo = dict[str, str](), [module]
+    while todo:
+        name = todo.pop()
+        if name not in found and name.startswith((f"{package}.", module, *_OF_CONNECTORS)):
+            found[name] = text = _source(name)[0]
+            for source, names in _IMPORT.findall(text):
+                inner = _absolute(source, name)
+                todo += [inner, *(f"{inner}.{each}" for each in re.findall(r"\w+", names))]
+            todo += [word for word in _QUOTED.findall(text) if word.startswith(_OF_CONNECTORS)]  # of a factory
+    return found
+
+
+def texts_of(module: str) -> frozenset[str]:
+    """Return the words in quotes in the source of a connector."""
+    return frozenset(word for text in sources(module).values() for word in _QUOTED.findall(text))
 
 
 def layout(method: ast.AST, *, has_hisparse: bool, is_mla: bool) -> str | None:

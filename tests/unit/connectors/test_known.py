@@ -5,6 +5,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm import distributed
@@ -12,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.connectors import known
 from kvobs.connectors.known import LIBRARIES, cure, is_installed, nearest
-from kvobs.connectors.specs import HAND_OFF, NEVER_AGAIN
+from kvobs.connectors.specs import NEVER_AGAIN, hands_over
 from kvobs.connectors.sync_loads import ASYNC_ONLY
 
 NAMES = (
@@ -48,10 +49,7 @@ def test_a_removed_connector_has_no_namesake_and_a_new_name_is_one_that_this_vll
 
 
 def test_known_names_are_those_of_vllms_connectors() -> None:
-    is_a_base, was_removed = "NixlBaseConnector", "P2pNcclConnector"
-    assert {is_a_base, was_removed} <= {*HAND_OFF}
-    known_here = {*LIBRARIES, *ASYNC_ONLY, *NEVER_AGAIN, *HAND_OFF} - {is_a_base, was_removed}
-    assert known_here <= {*KVConnectorFactory._registry}
+    assert {*LIBRARIES, *ASYNC_ONLY, *NEVER_AGAIN} <= {*KVConnectorFactory._registry}
 
 
 def test_vllm_imports_the_libraries_that_its_connectors_need() -> None:
@@ -86,3 +84,36 @@ def test_a_strangers_package_is_not_taken_for_the_library(tmp_path: Path, monkey
     (tmp_path / "mooncake" / "engine.py").write_text("raise SystemExit('its own')")
     assert known.missing_libraries("MooncakeConnector") == []
     assert "mooncake" not in sys.modules
+
+
+@pytest.mark.parametrize(("name", "is_between"), [
+    ("NixlConnector", True), ("NixlPushConnector", True), ("MooncakeConnector", True), ("OffloadingConnector", False),
+    ("MooncakeStoreConnector", False), ("SimpleCPUOffloadConnector", False), ("ExampleConnector", False),
+])  # fmt: skip
+def test_a_class_that_reads_which_engine_has_the_kv_hands_it_over(name: str, is_between: bool) -> None:
+    assert hands_over(KVConnectorFactory.get_connector_class_by_name(name)) is is_between
+
+
+class Scheduler:
+    """Stands for the inner class of another package's connector."""
+
+    def lookup(self, params: dict[str, Any]) -> Any:
+        return [params[key] for key in ("remote_host", "remote_port")] if params.get("do_remote_prefill") else None
+
+
+class Outer:
+    """Builds it."""
+
+    def __init__(self) -> None:
+        self.scheduler = Scheduler()
+
+
+class Skips:
+    """Leaves alone what others load."""
+
+    def lookup(self, params: dict[str, Any]) -> bool:
+        return not params.get("do_remote_prefill")
+
+
+def test_another_packages_class_is_known_by_its_code_and_not_by_its_name() -> None:
+    assert (hands_over(Scheduler), hands_over(Outer), hands_over(Skips)) == (True, True, False)

@@ -49,6 +49,7 @@ MISSING = "kv_connector: is missing: vLLM would run without a connector"
 SERVERS = "--api-server-count: several API servers"
 AT_PORT = "kvobs.exporter: found port 9464 of engine 0, which is --port"
 DYNAMO = "dynamo.vllm: NVIDIA Dynamo serves metrics that begin with vllm: or lmcache: only"
+UNSET = "VLLM_NIXL_SIDE_CHANNEL_HOST: is not set"
 EVENTS = "dynamo.vllm: NVIDIA Dynamo combines DynamoConnector's KV events with vLLM's only without MultiConnector"
 KVBM = ', "kv_connector_module_path": "kvbm.vllm_integration.connector"'
 PD = router(f'{{"kv_connector": "DynamoConnector"{KVBM}, {BOTH}}}', NIXL, module=KVBM).replace("Multi", "Pd", 1)
@@ -71,7 +72,8 @@ def args(*words: str) -> str:
 def pod(container: str) -> str:
     """Return a Deployment whose container has these keys, in YAML's flow style."""
     kind = "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: vllm}\n"
-    return f"{kind}spec: {{template: {{spec: {{containers: [{{name: vllm, image: v, {container}}}]}}}}}}\n"
+    host = "env: [{name: VLLM_NIXL_SIDE_CHANNEL_HOST, valueFrom: {fieldRef: {fieldPath: status.podIP}}}]"
+    return f"{kind}spec: {{template: {{spec: {{{host}, containers: [{{name: vllm, image: v, {container}}}]}}}}}}\n"
 
 
 def shared(size: str, connector: str) -> str:
@@ -186,7 +188,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "exporter in a service": (f"services:\n  vllm:\n    image: v\n    network_mode: host\n    command: {args(K, UNSEEN)}\n", 1, ()),
     "units": (router(CPU, NIXL, kvobs='{"stuck_after_s": 60000, "slow_load_ms": 1}'), 1, ("60000 seconds", "1 milliseconds")),
     "env": (f"exec env KVOBS_ENABLE=1 python3 -m vllm.entrypoints.openai.api_server --model m {K}='{STOCK}'", 1, ()),
-    "docker": (f"docker run --gpus all -e KVOBS_ENABLE=1 -p 8000:8000 vllm/vllm-openai --model m {K} '{STOCK}'", 1, ("image: found 'vllm/vllm-openai', which has no kvobs",)),
+    "docker": (f"docker run --gpus all -e KVOBS_ENABLE=1 -p 8000:8000 vllm/vllm-openai --model m {K} '{STOCK}'", 1, ("image: found 'vllm/vllm-openai', which has no kvobs", UNSET,)),
     "arguments in a variable": (f"ARGS='--port 1 {K} x'\nvllm serve m $ARGS", 1, ("the vllm line has $ARGS, whose value is not known here",)),
     "number in a variable": (f"vllm serve m --port $PORT -tp ${{TP}} {LINE}", 1, ()),
     "offloading size beside": (f"vllm serve m --kv-offloading-size 4 {K} '{NIXL}'", 1, ("in the place of any", OFF)),
@@ -199,9 +201,9 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "the key on a misspelt router": (OURS.replace("MultiConnector", "MutliConnector"), 1, ("kv_connector: found 'MutliConnector', use 'MultiConnector'",)),
     "stock by its path": (f"KVOBS_ENABLE=1 vllm serve m {K} '{BY_PATH}'", 1, ("kv_connector_module_path: kvobs is not enabled: vLLM's own MultiConnector routes, use the configuration that --rewrite prints",)),
     "stock image": (pod(f"args: {args(K, OURS)}").replace("image: v", "image: 'vllm/vllm-openai:v0.32.0'"), 1, ("image: found 'vllm/vllm-openai:v0.32.0', which has no kvobs, build one with it, or bring it in a volume: see 'Into the image' in docs/deployment.md",)),
-    "stock image, enabled": (f"services: {{a: {{image: docker.io/vllm/vllm-openai, environment: [KVOBS_ENABLE=1], command: {args(K, STOCK)}}}}}\n", 1, ("image: found 'docker.io/vllm/vllm-openai', which has no kvobs",)),
+    "stock image, enabled": (f"services: {{a: {{image: docker.io/vllm/vllm-openai, environment: [KVOBS_ENABLE=1], command: {args(K, STOCK)}}}}}\n", 1, ("image: found 'docker.io/vllm/vllm-openai', which has no kvobs", UNSET,)),
     "stock image with a volume": (pod(f"env: [{{name: PYTHONPATH, value: /packages}}], args: {args(K, OURS)}").replace("image: v", "image: vllm/vllm-openai"), 1, ()),
-    "stock image without kvobs": (f"services: {{a: {{image: vllm/vllm-openai, command: {args(K, STOCK)}}}}}\n", 1, (STOCK_OFF,)),
+    "stock image without kvobs": (f"services: {{a: {{image: vllm/vllm-openai, command: {args(K, STOCK)}}}}}\n", 1, (STOCK_OFF, UNSET,)),
     "stock image of the chart": (f"modelSpec:\n- repository: lmcache/vllm-openai\n  tag: v1\n  vllmConfig: {{extraArgs: {args(K, OURS)}}}\n", 1, ("image: found 'lmcache/vllm-openai:v1', which has no kvobs",)),
     "image of one's own": (pod(f"args: {args(K, OURS)}").replace("image: v", "image: registry.example.com/vllm/vllm-openai:v1"), 1, ()),
     "offloading to lmcache": ("vllm serve m --kv-offloading-size 4 --kv-offloading-backend lmcache", 1, ("vLLM makes LMCacheMPConnector", "mq_timeout: is 300 s", "'lmcache'", OFF)),
@@ -224,7 +226,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "sh -c, args": (pod(f"command: [bash, -c], args: [{json.dumps(SHELL(STOCK))}]"), 1, (STOCK_OFF,)),
     "configmap": (f"kind: ConfigMap\nmetadata: {{name: c}}\ndata:\n  vllm.yaml: |\n    model: m\n    kv-transfer-config: '{OURS}'\n", 1, ()),
     "kustomize patch": (f"patches:\n- target: {{kind: Deployment}}\n  patch: |-\n    - {{op: test, path: /a, value: {K}}}\n    - op: replace\n      path: /b\n      value: >-\n        {NIXL}\n", 1, (OFF,)),
-    "compose": (f"services:\n  vllm:\n    image: v\n    environment: [KVOBS_ENABLE=1]\n    command: >\n" f"      --model m {K} '{STOCK}'\n", 1, ()),
+    "compose": (f"services:\n  vllm:\n    image: v\n    environment: [KVOBS_ENABLE=1]\n    command: >\n" f"      --model m {K} '{STOCK}'\n", 1, (UNSET,)),
     "production stack": (f"servingEngineSpec:\n  modelSpec:\n  - vllmConfig: {{extraArgs: {args(K, OURS)}}}\n", 1, ()),
     "its LMCache": ("modelSpec:\n- lmcacheConfig: {enabled: true}\n  vllmConfig: {}\n", 1, ("of lmcacheConfig: LMCacheConnectorV1 alone, behind any other, leave lmcacheConfig.enabled unset, and",)),
     "its LMCache beside kvobs": (f"modelSpec:\n- lmcacheConfig: {{enabled: true}}\n  vllmConfig: {{extraArgs: {args(K, OURS)}}}\n", 2, ("behind any other: vLLM reads the last one, leave lmcacheConfig.enabled unset",)),

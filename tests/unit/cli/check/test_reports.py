@@ -32,6 +32,12 @@ NIXL, LMCACHE, ASCEND = (
     one("MooncakeConnectorV1"),
 )
 
+P2P = one(
+    "OffloadingConnector",
+    '{"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000, "secondary_tiers": [{"type": "p2p"}]}',
+)
+MOONCAKE = one("MooncakeConnector", role="kv_consumer")
+
 # Text, exit status, words of findings in their order: mistakes, warnings, unknown; ! is before what is not there.
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "library in an image": (pod(LMCACHE), 0, ("unknown: kv_connector: found 'LMCacheMPConnector', which needs 'lmcache', which is not installed here. Fix: check in the image, or here: install it: pip install lmcache.", "!mistake:")),
@@ -43,6 +49,25 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "misspelt name in an image": (pod(one("NixlConector")), 1, ("mistake: kv_connector: found 'NixlConector'", "Fix: use 'NixlConnector'", "!unknown:")),
     "compose with build": (f"services: {{a: {{build: ., command: {json.dumps([K, LMCACHE])}}}}}", 0, ("unknown: kv_connector",)),
     "several in an image": (pod(f'{{"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {{"connectors": [{LMCACHE}, {one("MoRIIOConnector")}]}}}}'), 0, ("connectors[0].kv_connector: found", "connectors[1].kv_connector: found", "2 not known here")),
+    # peers
+    "no host": (pod(NIXL), 0, ("warning: environment variable VLLM_NIXL_SIDE_CHANNEL_HOST: is not set: NixlConnector tells another engine 'localhost', which it takes for itself. Fix: set it to the pod's or container's address: in Kubernetes by a fieldRef to status.podIP.",)),
+    "host of this pod": (pod(NIXL, ", env: [{name: VLLM_NIXL_SIDE_CHANNEL_HOST, value: 0.0.0.0}]"), 0, ("warning: environment variable VLLM_NIXL_SIDE_CHANNEL_HOST: found '0.0.0.0', which another engine takes for itself",)),
+    "host of the pod": (pod(NIXL, ", env: [{name: VLLM_NIXL_SIDE_CHANNEL_HOST, valueFrom: {fieldRef: {fieldPath: status.podIP}}}]"), 0, ("!SIDE_CHANNEL",)),
+    "host from elsewhere": (pod(NIXL, ", envFrom: [{configMapRef: {name: nixl}}]"), 0, ("!SIDE_CHANNEL",)),
+    "no network": (pod(NIXL).replace("containers:", "hostNetwork: true, containers:"), 0, ("!SIDE_CHANNEL",)),
+    "host by its maker": (pod(NIXL, kind="LLMInferenceService"), 0, ("!SIDE_CHANNEL",)),
+    "host by dynamo": (pod(NIXL, ", command: [python3, -m, dynamo.vllm]"), 0, ("!SIDE_CHANNEL",)),
+    "no host, docker": (f"docker run vllm/vllm-openai m {K} '{NIXL}'", 0, ("VLLM_NIXL_SIDE_CHANNEL_HOST: is not set",)),
+    "host, docker": (f"docker run -e VLLM_NIXL_SIDE_CHANNEL_HOST=10.1.2.3 vllm/vllm-openai m {K} '{NIXL}'", 0, ("!SIDE_CHANNEL",)),
+    "docker on the host's network": (f"docker run --network host vllm/vllm-openai m {K} '{NIXL}'", 0, ("!SIDE_CHANNEL",)),
+    "no host, on this machine": (f"vllm serve m {K} '{NIXL}'", 0, ("!SIDE_CHANNEL",)),
+    "no host of the tier": (pod(P2P), 0, ("VLLM_P2P_SIDE_CHANNEL_HOST: is not set", "!NIXL_SIDE")),
+    "host of the tier": (pod(P2P.replace('"p2p"', '"p2p", "host": "10.1.2.3"')), 0, ("!SIDE_CHANNEL",)),
+    "two kinds": (f"vllm serve m {K} '{one('NixlConnector', role='kv_producer')}' &\nvllm serve m --port 1 {K} '{MOONCAKE}' &\n", 1, ("warning: kv_connector: found NixlBaseConnector here and MooncakeConnector in the others of this file, which can't hand KV over to each other",)),
+    "two producers": (f"vllm serve m {K} '{one('NixlConnector', role='kv_producer')}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{one('NixlConnector', role='kv_producer')}' &\n", 0, ("warning: kv_role: found 'kv_producer' in all 2 engines with NixlBaseConnector of this file: none takes their KV",)),
+    "two consumers": (f"vllm serve m {K} '{one('NixlConnector', role='kv_consumer')}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{one('NixlConnector', role='kv_consumer')}' &\n", 0, ("none computes their KV",)),
+    "a pair": (f"vllm serve m {K} '{one('NixlConnector', role='kv_producer')}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{one('NixlPullConnector', role='kv_consumer')}' &\n", 0, ("!in the others", "!in all")),
+    "two that do both": (f"vllm serve m {K} '{NIXL}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{NIXL}' &\n", 0, ("!in the others", "!in all")),
 }  # fmt: skip
 
 

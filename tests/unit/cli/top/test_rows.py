@@ -17,7 +17,6 @@ from kvobs import faults
 from kvobs.cli.scrapes import Scrape, parse
 from kvobs.cli.top.rows import ConnectorRow, Server, server_row
 from kvobs.cli.top.screen import Picture
-from kvobs.connectors.specs import HAND_OFF
 from kvobs.probe.increments import Increments
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
@@ -184,6 +183,12 @@ def test_a_state_is_the_worst_that_is_true(
     assert (row.state, row.state_by) == state
 
 
+SERVING_OTHERS = (
+    *("NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"),
+    *("HiSparseConnector", "MooncakeConnectorV1", "MooncakeLayerwiseConnector"),
+)
+
+
 @pytest.mark.parametrize(
     ("more", "state"),
     [
@@ -195,7 +200,7 @@ def test_a_state_is_the_worst_that_is_true(
         ({"asked": 0}, "Idle"),
         ({"role": "kv_producer"}, "Idle"),
         ({"role": "kv_consumer"}, "Idle"),
-        *(({"of_class": between_engines}, "Idle") for between_engines in HAND_OFF),
+        *(({"of_class": between_engines}, "Idle") for between_engines in SERVING_OTHERS),
     ],
 )
 def test_a_connector_that_served_nothing_for_hours_is_told(more: dict[str, Any], state: str) -> None:
