@@ -84,7 +84,7 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
     assert importers == {"commands.py", "vllm_source.py", "known.py"}
     loads = {(name, ast.unparse(node)) for name, node in in_production() if called(node) == "loads"}
     assert loads == {
-        ("launch.py", "json.loads(text, object_pairs_hook=unique)"),  # the configuration, for the command kvobs check
+        ("launch.py", "json.loads(whole, object_pairs_hook=unique)"),  # the configuration, for the command kvobs check
         ("launch.py", "json.loads(json.dumps(config, default=str))"),
         ("live.py", "json.loads(text)"),  # Prometheus's answers, for kvobs check --prometheus
         ("wire.py", "json.loads(line)"),  # what EngineCore and its exporter send each other

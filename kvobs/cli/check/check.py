@@ -34,10 +34,13 @@ _LAST_PORT = 65535
 _HOUR_S, _FEW_MS = 3600, 10
 
 
-def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritten: bool = False) -> CheckResult:
+def check_text(
+    config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritten: bool = False, holes: tuple[str, ...] = ()
+) -> CheckResult:
     """Check the text of a configuration; one without kvobs as ``rewrite`` would change it.
 
-    With ``is_rewritten`` the result of ``rewrite`` is what will be used, perhaps in another environment.
+    With ``is_rewritten`` the result of ``rewrite`` is what will be used, perhaps in another environment. ``holes`` are
+    the places of values that are not known.
     """
     config, slips = correct(without_key(config) if is_rewritten else config)
     router = router_of(config)
@@ -52,7 +55,7 @@ def check_text(config: Mapping[str, Any], flags: Flags = DEFAULTS, *, is_rewritt
         router = Router.KVOBS
     version, changed = vllm_source.vllm_version(), rewrite(config)
     result = CheckResult(router, by_variable, version, changed, is_single=is_single, conditions=flags.conditions)
-    result.is_elsewhere = flags.is_elsewhere
+    result.is_elsewhere, result.holes = flags.is_elsewhere, holes
     result.add(slips)
     if router is not Router.KVOBS and not is_rewritten and not slips:
         fix = "use the configuration that --rewrite prints"

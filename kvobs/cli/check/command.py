@@ -27,6 +27,7 @@ from kvobs.cli.check.source import read
 from kvobs.cli.output import count, examples
 from kvobs.cli.web import CaCert, Cert, Key, url_of, use_certificates
 from kvobs.schema import __version__
+from kvobs.schema.config import ENABLE_VARIABLE
 from kvobs.schema.findings import Finding
 
 _PROMETHEUS_PORT = 9090
@@ -65,6 +66,9 @@ def check(
     is_deep: Annotated[
         bool, typer.Option("--deep", help="Import vLLM and the connectors' classes, which takes seconds.")
     ] = False,
+    place: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="Of a file with several engines, the one at this place.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     is_verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also print tables: all that was found, and what is off.")
@@ -88,9 +92,10 @@ def check(
         _look(server or [], prometheus, as_json=as_json, is_verbose=is_verbose)
     out = Console(stderr=True) if should_rewrite else _console(is_quiet=as_json)
     sources = read(config)
-    if should_rewrite and len(sources) > 1:
-        places = ", ".join(source.place for source in sources)
-        sources = [Source(problem=f"{len(sources)} configurations: {places}; give one")]
+    if place is not None:
+        places = ", ".join(source.place or "''" for source in sources)
+        sources = [source for source in sources if source.place == place]
+        sources = sources or [Source(problem=f"found no engine at {place}", fix=f"give one of: {places}")]
     given = {
         "disable-log-stats": disable_log_stats,
         "otlp-traces-endpoint": otlp_traces_endpoint,
@@ -115,41 +120,47 @@ def _check_all(
     results = list[CheckResult]()
     taken: dict[str, dict[int, str]] = {"": {}}  # by network: the exporters' ports, and whose they are
     for source in sources:
-        if source.problem or source.unknown:
-            fix = source.fix or (_FIX if source.problem else _PASTE)
-            found = Finding("CONFIG", source.problem or source.unknown, fix=fix)
-            result = CheckResult(Router.NONE)
-            (result.mistakes if source.problem else result.unknown).append(found)
-        else:
+        result = CheckResult(Router.NONE)
+        if source.config or not (source.problem or source.unknown):
             ports = taken.setdefault(network := source.environment.get(NETWORK, ""), {})
             flags = flags_of(source.config, source.flags, source.environment, given=given, taken=ports)
             with _environment(source.environment), _quiet_import() if is_deep else nullcontext():
-                result = check_text(source.config, flags, is_rewritten=should_rewrite)
+                result = check_text(source.config, flags, is_rewritten=should_rewrite, holes=source.holes)
                 result.add(source.mistakes, source.warnings)
                 if not should_rewrite:
                     check_classes(result, is_deep=is_deep)
             for kind, its in (("the exporter's", result.ports), (f"{NIXL_PORT} of NixlConnector", flags.nixl)):
                 whose = f"{kind} of {source.place}, if both run on one host"
                 ports |= dict.fromkeys(its if network else (), whose)
+        if source.problem or source.unknown:
+            fix = source.fix or (_FIX if source.problem else _PASTE)
+            fix += f", or start vLLM with {ENABLE_VARIABLE}=1, which needs no --rewrite" if should_rewrite else ""
+            found = Finding("CONFIG", source.problem or source.unknown, fix=fix)
+            (result.mistakes if source.problem else result.unknown).append(found)
         results.append(result)
     peers.compare([source.place for source in sources], results)
     for source, result in zip(sources, results, strict=True):
         _print(source, result, out, should_rewrite=should_rewrite, is_verbose=is_verbose)
-    if len(sources) > 1:
+    if len(sources) > 1 and not should_rewrite:
         out.print("", verdict(*results), sep="\n")
+    good = {
+        source.place: result.config
+        for source, result in zip(sources, results, strict=True)
+        if should_rewrite and result.config and not (result.mistakes or result.unknown)
+    }
+    if good:
+        typer.echo(json.dumps(good if len(sources) > 1 else next(iter(good.values())), indent=2))
     return results
 
 
 def _print(source: Source, result: CheckResult, out: Console, *, should_rewrite: bool, is_verbose: bool) -> None:
-    """Print what was found and the verdict, with tables if asked for; or what a configuration becomes."""
-    if source.place and not should_rewrite:
+    """Print what was found; but for --rewrite also who routes, the verdict, and tables if asked for."""
+    if source.place and not (should_rewrite and verdict(result).plain == "no mistakes"):
         out.print(Text(f"\n{source.place}\n", "bold"))
     if result.connectors and not should_rewrite:
         out.print(headline(result), soft_wrap=True)
     _print_findings(out, result)
-    if should_rewrite and result.config and not result.mistakes:
-        typer.echo(json.dumps(result.config, indent=2))
-    elif not should_rewrite:
+    if not should_rewrite:
         out.print(verdict(result), soft_wrap=True)
         if is_verbose:
             out.print(tables(result))

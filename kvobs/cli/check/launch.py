@@ -1,6 +1,6 @@
 """Read one engine's launch: the value of --kv-transfer-config, vLLM's command line, and the lines of a shell.
 
-A shell's variable has the value that the same text assigns, or its default, one level deep; all else is not known here.
+A shell's variable has the value that the same text assigns, or its default; all else is not known here.
 """
 
 import json
@@ -9,17 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvobs.cli.check.flags import (
-    ALONE,
-    DYNAMO_VLLM,
-    ELSEWHERE,
-    IMAGE,
-    LAUNCHER,
-    SIZE,
-    options_of,
-    require_numbers,
-    with_offloading,
-)
+from kvobs.cli.check import flags as marks
+from kvobs.cli.check.flags import DYNAMO_VLLM, LAUNCHER, SIZE, options_of, require_numbers, with_offloading
 from kvobs.schema.findings import Finding
 
 NETWORK = "network_mode"
@@ -27,25 +18,30 @@ NETWORK = "network_mode"
 OPTION = "kv-transfer-config"
 HAS_OPTION = re.compile(r"(?:^|[\s\"'=(])--kv[-_](?:transfer[-_]config|offloading[-_]size)\b")
 STARTS_VLLM = re.compile(rf"\bvllm\s+serve\b|\bvllm\.entrypoints\b|\b{re.escape(DYNAMO_VLLM)}\b")
-UNKNOWN = re.compile(r"\$\([^)]*\)?|\$\{[^}]*\}?|\$\w+|`[^`]*`|\{\{.*?(?:\}\}|$)", re.DOTALL)
+UNKNOWN = re.compile(r"\$\([^)]*\)?|\$\{[^}]*\}?|\$\w+|`[^`]*`|\{\{.*?(?:\}\}|$)|\{%.*?%\}", re.DOTALL)
 """What a shell or a template replaces."""
 STOCK_IMAGE = re.compile(
     r"(?:docker\.io/)?(?:vllm|lmcache|rocm)/vllm(?!-ascend)[\w-]*(?:[:@][\w.:-]+)?$"
     r"|(?:ghcr\.io/llm-d/llm-d-|nvcr\.io/nvidia/(?:ai-dynamo/)?vllm|public\.ecr\.aws/q9t5s3a7/vllm-)\S+$"
 )
 """Images that others publish, which have vLLM and no kvobs."""
+_OTHER = re.compile(r"atom\.entrypoints|sglang|dynamo\.(?:sglang|trtllm)|trtllm-serve|lmdeploy|mindie|tritonserver")
 _FEW = 3  # of the unknown are named
-_NUMBER = re.compile(r'("(?:[^"\\]|\\.)*")|(?<![.\w])(\d+(?:\.\d+)?(?=[kmgt])|\d+)([kKmMgGtT])\b')
+_TEXT = r'"(?:[^"\\]|\\.)*"'
+_NUMBER = re.compile(rf"({_TEXT})|(?<![.\w])(\d+(?:\.\d+)?(?=[kmgt])|\d+)([kKmMgGtT])\b")
+_BARE = re.compile(rf"({_TEXT})|[\w.+-]*(?:{UNKNOWN.pattern})(?:{UNKNOWN.pattern}|[\w.+-])*", re.DOTALL)
 _FACTORS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
 _JSON = "it needs double quotes around names and texts, and has no comments and no comma before a closing bracket"
 _QUOTED = "the single quotes around it reach vLLM: no shell removes them here"
+_STANDS_FOR_IT = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}  # what clashes with nothing
 
 
 class Source(NamedTuple):
     """One engine's configuration; vLLM's options beside it, by name without dashes, and the variables set for it.
 
     ``flags`` is empty if it stands alone; ``place`` is where it is in a file of several. One that can't be read has a
-    ``problem``, or, if it may be right, what is ``unknown`` here.
+    ``problem``, or, if it may be right, what is ``unknown`` here; in one that is known but for a few values these are
+    at ``holes``.
     """
 
     config: Mapping[str, Any] = {}
@@ -57,6 +53,7 @@ class Source(NamedTuple):
     problem: str = ""
     unknown: str = ""
     fix: str = ""  # of either, if it has one of its own
+    holes: tuple[str, ...] = ()
 
 
 class NotKnownError(ValueError):
@@ -75,7 +72,7 @@ def attempt(place: str, read: Callable[..., Source | Iterable[Source]], *given: 
 
 
 def read_json(text: str) -> tuple[Any, list[str]]:
-    """Return the value of JSON, and the keys that are in one object more than once."""
+    """Return the value of JSON, and the keys that are in one object more than once; unknown values become texts."""
     repeated = list[str]()
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -83,34 +80,54 @@ def read_json(text: str) -> tuple[Any, list[str]]:
         return dict(pairs)
 
     # Numbers such as 80G and 1.5g are 80 * 2**30 and 1.5 * 10**9, as in vLLM's parser.
-    text = _NUMBER.sub(lambda match: match[1] or str(int(float(match[2]) * _FACTORS[match[3]])), text)
+    whole = _NUMBER.sub(lambda match: match[1] or str(int(float(match[2]) * _FACTORS[match[3]])), text)
+    whole = UNKNOWN.sub(lambda match: re.sub(r'["\\\s]+', " ", match[0]), whole)
+    whole = _BARE.sub(lambda match: match[1] or f'"{match[0]}"', whole)
     try:
-        return json.loads(text, object_pairs_hook=unique), repeated
+        return json.loads(whole, object_pairs_hook=unique), repeated
     except RecursionError:
         raise ValueError("the configuration is nested too deeply") from None
     except ValueError as error:
-        require_known("the configuration", text)
+        if names := unknown_in(text):
+            raise NotKnownError(f"--{OPTION} has {names}") from None
         why = _QUOTED if re.fullmatch(r"\s*'.*'\s*", text, re.DOTALL) else _JSON
         raise ValueError(f"the configuration is not valid JSON: {error}; {why}") from None
 
 
-def require_known(what: str, text: str) -> None:
-    """Raise ``NotKnownError`` if a text has parts that a shell or a template replaces."""
-    if names := [*dict.fromkeys(UNKNOWN.findall(text))]:
-        more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-        raise NotKnownError(f"{what} has {', '.join(names[:_FEW])}{more}, whose value is not known here")
+def unknown_in(text: str) -> str:
+    """Return the parts of a text that a shell or a template replaces, as a phrase; empty if it has none."""
+    names = [*dict.fromkeys(UNKNOWN.findall(text))]
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return f"{', '.join(names[:_FEW])}{more}, whose value is not known here" if names else ""
 
 
 def source_of(given: Any, flags: Mapping[str, Any], environment: Mapping[str, str], place: str) -> Source:
     """Return what vLLM makes of an option's value, JSON or an object, and of the other options."""
     require_numbers(flags)
-    config, repeated = read_json(given) if isinstance(given, str) else ({} if given is None else given, [])
+    text = given if isinstance(given, str) else json.dumps({} if given is None else given, default=str)
+    config, repeated = read_json(text)
+    names = unknown_in(text)
     if not isinstance(config, dict):
+        if names:
+            raise NotKnownError(f"--{OPTION} has {names}")
         raise ValueError(f"the configuration is a {type(config).__name__}, needs an object with the key 'kv_connector'")
     warnings = [repetition(f"--{OPTION}", key, "object") for key in repeated]
     config, mistakes, more = with_offloading(config, flags, environment)
     config = json.loads(json.dumps(config, default=str))
-    return Source(config, flags, environment, place, tuple(mistakes), (*warnings, *more))
+    unknown = f"--{OPTION} has {names}" if names else ""
+    holes = tuple(_fill(config, "")) if names else ()
+    return Source(config, flags, environment, place, tuple(mistakes), (*warnings, *more), "", unknown, "", holes)
+
+
+def _fill(node: Any, path: str) -> Iterator[str]:
+    """Yield the paths of unknown values, of which some get another value."""
+    items = list(node.items()) if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        where = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".lstrip(".")
+        if isinstance(value, str) and UNKNOWN.search(value):
+            node[key] = _STANDS_FOR_IT.get(str(key), value)
+            yield where
+        yield from _fill(value, where)
 
 
 def repetition(path: str, key: str, kind: str) -> Finding:
@@ -121,9 +138,10 @@ def repetition(path: str, key: str, kind: str) -> Finding:
 
 def read_words(words: Sequence[str], place: str, environment: Mapping[str, str]) -> Source:
     """Read a command's words."""
-    given = list[str]()
-    launchers = (word for word in words if word in (DYNAMO_VLLM, "vllm.entrypoints.openai.api_server"))
-    flags: dict[str, Any] = {LAUNCHER: next(launchers, "")}
+    given, flags = list[str](), dict[str, Any]()
+    if other := next(filter(None, map(_OTHER.search, words)), None):
+        raise NotKnownError(f"the command starts {other[0]}, which is not vLLM: its options are not known here")
+    flags[LAUNCHER] = next((word for word in words if word in (DYNAMO_VLLM, "vllm.entrypoints.openai.api_server")), "")
     for name, value in options_of(words):
         if name.startswith(f"{OPTION}."):
             raise NotKnownError(f"--{name} is a part of --{OPTION}, which is not known here in parts")
@@ -132,8 +150,9 @@ def read_words(words: Sequence[str], place: str, environment: Mapping[str, str])
         elif value is None or not UNKNOWN.search(value):
             flags[name] = True if value is None else value
     if not given and SIZE not in flags:
+        if DYNAMO_VLLM in words:
+            raise NotKnownError("Dynamo makes the configuration of --connector")
         raise NotKnownError(f"the line has --{OPTION} in a form that is not known here")
-    require_known(f"--{OPTION}", "".join(given[-1:]))
     source = source_of(given[-1] if given else None, flags, environment, place)
     if len(given) > 1:
         found = f"found {len(given)} of this option: only the last has an effect"
@@ -142,8 +161,8 @@ def read_words(words: Sequence[str], place: str, environment: Mapping[str, str])
     return source
 
 
-_ELSEWHERE = re.compile(r"\b(?:docker|kubectl|podman|srun|ssh)\b(?!.*--net(?:work)?[ =]host\b)")
 _DOCKER = re.compile(r"\b(?:docker|podman|nerdctl)\b")
+_ELSEWHERE = re.compile(r"\b(?:docker|kubectl|podman|nerdctl|srun|ssh)\b(?!.*--net(?:work)?[ =]host\b)")
 _IN_AN_IMAGE = re.compile(
     r"\b(?:docker|podman|nerdctl|apptainer|singularity|enroot|kubectl|helm)\b|--container(?:-image)?\b|^#SBATCH\b",
     re.MULTILINE,
@@ -151,40 +170,50 @@ _IN_AN_IMAGE = re.compile(
 _ASSIGNMENT = re.compile(r"(?:Environment=|--env=)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _HERE_DOCUMENT = re.compile(r"""<<-?\s*(['"]?)(\w+)\1.*?^\s*\2$""", re.DOTALL | re.MULTILINE)
 _PART = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|\\(\r?\n|.)""", re.DOTALL)
-_WORD = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\(?:\r\n|.)|\$\(|[^\s;&|()'"\\])+"""
+_WORD = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\(?:\r\n|.)|\$\([^()]*\)|\$\(|[^\s;&|()'"\\])+"""
 _TOKEN = re.compile(rf"([;&|\n]+)|\\\r?\n|#(?:\\\r?\n|[^\n])*|({_WORD})|([()])|(['\"])", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*|\{.*\}))?\})", re.DOTALL)
+_APOSTROPHE = re.compile(r"(?<=[a-zA-Z])'(?=[a-z]{1,2}\b)")  # of prose
 
 
-def read_script(text: str, place: str, environment: Mapping[str, str]) -> Iterator[Source]:
-    """Read the engines that a shell's line or script starts, or a unit of systemd."""
-    known, exported, depth = dict[str, str | None](), dict(environment), 0
-    exported |= {ELSEWHERE: "1"} if _IN_AN_IMAGE.search(text) else {}
-    for command, is_guarded in _commands(text):
+def read_script(text: str, place: str, environment: Mapping[str, str], *, is_folded: bool = False) -> Iterator[Source]:
+    """Read the engines that a shell's line or script starts, or a unit of systemd.
+
+    ``is_folded``: YAML has put its lines together, but for those that are indented more deeply.
+    """
+    known: dict[str, str | None] = {name: value for name, value in environment.items() if not UNKNOWN.search(value)}
+    exported, depth = dict(environment), 0
+    exported |= {marks.ELSEWHERE: "1"} if _IN_AN_IMAGE.search(text) else {}
+    for number, (command, is_guarded) in enumerate(_commands(text)):
         depth += (command[0] in ("if", "case")) - (command[0] in ("fi", "esac"))
         words = [substitute(word, known) for word in command]
         given = {match[1]: match for word in command if (match := _ASSIGNMENT.fullmatch(word))}
-        values = {name: substitute(match[3], dict.fromkeys(known)) for name, match in given.items()}
+        values = {name: substitute(match[3], known) for name, match in given.items()}
         if command[0] == "export" or command[0].startswith("Environment="):
             exported |= values
-        network = "" if _ELSEWHERE.search(" ".join(words)) else environment.get(NETWORK, f"of {place}")
-        is_alone = not network and _DOCKER.search(" ".join(words))
-        variables = {**exported, **dict.fromkeys([ALONE] * bool(is_alone), "1"), **values, NETWORK: network}
-        variables |= dict.fromkeys([IMAGE] if (image := next(filter(STOCK_IMAGE.match, words), "")) else [], image)
-        if any(map(HAS_OPTION.match, words)):
+        line = " ".join(words)
+        network = "" if _ELSEWHERE.search(line) else environment.get(NETWORK, f"of {place}")
+        variables = {**exported, **values, NETWORK: network}
+        variables |= {marks.ALONE: "1"} if not network and _DOCKER.search(line) else {}
+        variables |= {marks.IMAGE: image} if (image := next(filter(STOCK_IMAGE.match, words), "")) else {}
+        if is_folded and number and HAS_OPTION.match(words[0]):
+            problem = f"the command ends before --{OPTION}: YAML's '>' keeps the break before a deeper-indented line"
+            yield Source(place=place, problem=problem, fix="indent its lines alike, or use '|' and end each with '\\'")
+        elif any(map(HAS_OPTION.match, words)) or (DYNAMO_VLLM in words and "--connector" in words):
             yield from attempt(place, read_words, words, place, variables)
         for word in words:  # a line for another shell: bash -c, ssh
             if HAS_OPTION.search(word) and STARTS_VLLM.search(word) and " " in word:
                 yield from read_script(word, place, variables)
         for name, value in values.items():
-            is_known = not (depth or is_guarded or given[name][2] or UNKNOWN.search(value))
-            known[name] = value if is_known else None
+            known[name] = None if depth or is_guarded or given[name][2] else value
 
 
 def _commands(text: str) -> Iterator[tuple[list[str], bool]]:
     """Yield the words of each command, and whether it depends on a test before it."""
     words, is_guarded, in_array = list[str](), False, False
     text = _HERE_DOCUMENT.sub("", text)
+    if any(token[4] for token in _TOKEN.finditer(text)):
+        text = _APOSTROPHE.sub("\u2019", text)
     for token in _TOKEN.finditer(f"{text}\n;"):
         end, word, bracket, quote = token.groups()
         if quote:

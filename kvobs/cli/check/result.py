@@ -1,5 +1,6 @@
 """The result of a check: properties and findings."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,6 +57,7 @@ class CheckResult:
     spans_go_to: str = ""
     ports: range = range(0)
     conditions: Conditions = SAFE
+    holes: tuple[str, ...] = ()  # the places of values that are not known: nothing is found there
     is_elsewhere: bool = False  # the engine runs in an image: what is missing here is not known
     connectors: list[ConnectorResult] = field(default_factory=list)
     off: dict[str, str] = field(default_factory=dict)
@@ -80,8 +82,13 @@ class CheckResult:
                 self.unknown.append(replace(finding, allowed="", fix=fix))
 
     def _locate(self, findings: Iterable[Finding]) -> Iterator[Finding]:
-        """Yield findings with their paths in the configuration as it is: a single connector is its top level."""
+        """Yield findings with their paths in the configuration as it is: a single connector is its top level.
+
+        What is found at a value that is not known is left out.
+        """
         for finding in findings:
             inner = finding.path.removeprefix(validation.path_of(0))
             is_inner = self.is_single and inner != finding.path
-            yield replace(finding, path=inner.removeprefix(".") or "kv_connector") if is_inner else finding
+            path = (inner.removeprefix(".") or "kv_connector") if is_inner else finding.path
+            if not any(re.match(rf"{re.escape(hole)}(?![\w-])", path) for hole in self.holes):
+                yield replace(finding, path=path)

@@ -13,39 +13,35 @@ from typing import Any
 
 import yaml
 
+from kvobs.cli.check import flags as marks
 from kvobs.cli.check import launch
-from kvobs.cli.check.flags import (
-    ALONE,
-    CONTAINER,
-    DYNAMO_VLLM,
-    ELSEWHERE,
-    HOST_NETWORK,
-    IMAGE,
-    LAUNCHER,
-    MEMORY,
-    MORE,
-    RAY,
-    SHARED,
-    SIZE,
-    of_docker,
-)
-from kvobs.cli.check.launch import HAS_OPTION, NETWORK, OPTION, STARTS_VLLM, STOCK_IMAGE, Source
+from kvobs.cli.check.flags import DYNAMO_VLLM, LAUNCHER, RAY, SIZE, of_docker
+from kvobs.cli.check.launch import HAS_OPTION, NETWORK, OPTION, STARTS_VLLM, STOCK_IMAGE, NotKnownError, Source
 from kvobs.schema.config import PATH
-from kvobs.vllm_api.versions import MULTIPROCESS
+from kvobs.vllm_api.versions import MULTIPROCESS, TransferConfig
 
 _FIRST_OF_YAML = re.compile(r"""-{3}(\s|$)|-\s|["']?[\w./-]+["']?\s*:(\s|$)|\{\{""")
 _FIRST_OF_SHELL = re.compile(r"\[[\w:]+\]$|\{\s+\w|\[\[?\s+[-!$\w]")  # or of a unit of systemd
+_FIRST_OF_PYTHON = re.compile(r"#!.*python|(?:from [\w.]+ )?import [\w.]+|\"\"\"|'''|def \w+\(|class \w+|@\w+")
+_FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _IS_CONFIG = re.compile(r"""(?ms)^\s*(?:\{.*"kv_connector|kv[-_](?:connector|transfer[-_]config)["']?\s*:)""")
-_OF_LMCACHE = (
-    f"leave lmcacheConfig.enabled unset, and give vllmConfig.extraArgs a --{OPTION} that lists LMCacheConnectorV1 "
-    "among its connectors: see 'vLLM production stack' in docs/deployment.md"
-)
-_MAKERS = ("LLMInferenceService", "LLMInferenceServiceConfig", "RayService", "RayCluster", "DynamoGraphDeployment")
-"""Kinds whose controller, or what it starts, sets variables of its own."""
 _IS_FLOW = re.compile(r"\s*\{\s*kv_connector:\s")  # of YAML, for another program than vLLM
 _IN_AN_IMAGE = re.compile(r'"(?:apiVersion|image|repository|build|container|container_?[iI]mage|image_?[nN]ame)": ')
 _KEYS = {"kv_connector", "kv_connector_module_path", "kv_role", PATH}
 """Each makes an object a configuration, which may lack the first."""
+_SHELL_KEYS = {"run", "script", "before_script", "commands"}  # of CI
+_OF_LMCACHE = (
+    f"leave lmcacheConfig.enabled unset, and give vllmConfig.extraArgs a --{OPTION} that lists LMCacheConnectorV1 "
+    "among its connectors: see 'vLLM production stack' in docs/deployment.md"
+)
+_MADE = {
+    "kvCacheOffloading": "KServe makes the configuration of kvCacheOffloading: OffloadingConnector with its tiers",
+}
+"""Keys of which a controller makes the configuration."""
+_MAKES = re.compile(r'"([\w-]*(?:lmcache|nixl|mooncake|kv_?(?:cache_?off|transfer|connector))[\w-]*)": ', re.IGNORECASE)
+_SET_ELSEWHERE = re.compile(r"\$\{?\(?\w*(?:KV|TRANSFER|CONNECTOR|EXTRA|ARGS)\w*")
+_MAKERS = ("LLMInferenceService", "LLMInferenceServiceConfig", "RayService", "RayCluster", "DynamoGraphDeployment")
+"""Kinds whose controller, or what it starts, sets variables of its own."""
 
 
 def read(argument: str) -> list[Source]:
@@ -70,18 +66,25 @@ def _text(argument: str) -> str:
 
 def parse(text: str, place: str = "", environment: Mapping[str, str] = {}) -> list[Source]:
     """Return the configurations in a text, at a place within a file if given; raise ``ValueError`` if it has none."""
-    text = text.removeprefix("\ufeff")
-    first = next((line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")), "")
+    is_folded, text = isinstance(text, _Folded), text.removeprefix("\ufeff")
+    lines = (line for line in map(str.strip, text.splitlines()) if line and not re.match(r"#(?!!)", line))
+    first = next(lines, "")
     if not first:
         raise ValueError("the configuration is empty")
+    if _FIRST_OF_PYTHON.match(first):
+        raise NotKnownError("a Python program makes the configuration")
+    first = next(lines, first) if first.startswith("#!") else first
+    if blocks := [] if first[0] in "{[" else [block for block in _FENCED.findall(text) if _has_any(block)]:
+        return [source for block in blocks for source in launch.attempt(place, parse, block, place, environment)]
     if _FIRST_OF_YAML.match(first):
         return _read_yaml(text, place, environment)
     if first[0] not in "{[" or _FIRST_OF_SHELL.match(first):
-        if sources := list(launch.read_script(text, place, environment)):
+        if sources := list(launch.read_script(text, place, environment, is_folded=is_folded)):
             return sources
-        if HAS_OPTION.search(text) or STARTS_VLLM.search(text):
-            launch.require_known("the vllm line", text)
-            kind = launch.NotKnownError if HAS_OPTION.search(text) else ValueError
+        if HAS_OPTION.search(text):
+            raise NotKnownError(f"--{OPTION} is in a form that is not known here; if it has --config, check that file")
+        if STARTS_VLLM.search(text):
+            kind = NotKnownError if DYNAMO_VLLM in text else ValueError
             raise kind("the line has no --kv-transfer-config that can be read; if it has --config, check that file")
     config, _ = launch.read_json(text)
     is_document = isinstance(config, dict) and _KEYS.isdisjoint(config)
@@ -89,8 +92,18 @@ def parse(text: str, place: str = "", environment: Mapping[str, str] = {}) -> li
     return sources or [launch.source_of(text, {}, environment, place)]
 
 
+def _has_any(text: str) -> bool:
+    return bool(HAS_OPTION.search(text) or _IS_CONFIG.search(text))
+
+
+class _Folded(str):
+    """A text of YAML's ``>``: each break of a line in it was before or behind a line that is indented more."""
+
+    __slots__ = ()
+
+
 class _Loader(yaml.SafeLoader):
-    """Notes the keys that are in one mapping more than once."""
+    """Notes the keys that are in one mapping more than once, and which texts are folded."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -102,6 +115,13 @@ class _Loader(yaml.SafeLoader):
         self.repeated += [key for key, times in keys.items() if times > 1]
         return node
 
+    def construct_yaml_str(self, node: Any) -> Any:
+        text = super().construct_yaml_str(node)
+        return _Folded(text) if node.style == ">" else text
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_yaml_str)
+
 
 def _read_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[Source]:
     """Read vLLM's YAML file, the configuration itself as YAML, or a file with engines somewhere in it."""
@@ -110,19 +130,24 @@ def _read_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[So
         loader = _Loader(text)
         while loader.check_data():  # type: ignore[no-untyped-call] # its stub has no type
             documents.append(loader.get_data())
-        json.dumps(documents, default=str)  # an anchor within itself
+        dumped = json.dumps(documents, default=str)  # an anchor within itself
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: also a date that there is not
-        if "{{" in text:
+        if "{{" in text or "{%" in text:
             found = "the file is a template, whose values are not known here: give the output of `helm template`"
-            raise launch.NotKnownError(found) from None
+            raise NotKnownError(found) from None
         sources = launch.attempt(place, launch.read_script, text, place, environment)  # a rule of make begins likewise
         if sources and not any(source.problem for source in sources):
             return sources
+        if not re.search(r"kv[-_](?:transfer|connector)", text):
+            raise NotKnownError("the text is no configuration, and has none") from None
         raise ValueError(f"the configuration is neither JSON nor valid YAML: {' '.join(str(error).split())}") from None
-    if documents and _IN_AN_IMAGE.search(json.dumps(documents, default=str)):
-        environment = {**environment, ELSEWHERE: "1"}
+    environment = {**environment, **({marks.ELSEWHERE: "1"} if _IN_AN_IMAGE.search(dumped) else {})}
     sources = [source for node in documents for source in _engines(node, place or _name_of(node), environment)]
     if not sources:
+        if made := _MAKES.search(dumped):
+            raise NotKnownError(f"{made[1]!r} is no option of vLLM: a chart or a program makes the configuration of it")
+        if elsewhere := _SET_ELSEWHERE.search(dumped):
+            raise NotKnownError(f"found {elsewhere[0]}, which may have --{OPTION}")
         raise ValueError("the YAML has neither a key 'kv-transfer-config' or 'kv_connector' nor a --kv-transfer-config")
     warnings = tuple(launch.repetition("YAML", key, "mapping") for key in loader.repeated)
     return [source._replace(warnings=warnings + source.warnings) for source in sources]
@@ -134,25 +159,33 @@ def _name_of(document: Any) -> str:
     return f"{document.get('kind')} {about.get('name')}" if isinstance(about, dict) else ""
 
 
-def _engines(node: Any, place: str, environment: Mapping[str, str]) -> Iterator[Source]:
-    """Yield the configurations within a part of a document."""
+def _engines(node: Any, place: str, environment: Mapping[str, str], *, in_shell: bool = False) -> Iterator[Source]:
+    """Yield the configurations within a part of a document; ``in_shell``: a text is the script of a shell."""
     if isinstance(node, str):
-        is_line = HAS_OPTION.search(node) and re.search(r"[=\s]", node.strip())
-        if is_line or _IS_CONFIG.search(node):  # also a file in a ConfigMap, or the value of a patch
-            yield from launch.attempt(place, parse, launch.substitute(node, {}), place, environment)
-        elif _IS_FLOW.match(node):
-            yield from launch.attempt(place, _read_yaml, launch.substitute(node, {}), place, environment)
+        text: str = _expanded(node, environment)
+        if isinstance(node, _Folded):
+            text = _Folded(text) if in_shell or place.rpartition(".")[2] in _SHELL_KEYS else re.sub(r"\s+", " ", text)
+        is_line = HAS_OPTION.search(text) and re.search(r"[=\s]", text.strip())
+        if is_line or _IS_CONFIG.search(text):  # also a file in a ConfigMap, or the value of a patch
+            yield from launch.attempt(place, parse, text, place, environment)
+        elif _IS_FLOW.match(text):
+            yield from launch.attempt(place, _read_yaml, text, place, environment)
     elif isinstance(node, list):
-        words = [launch.substitute(str(word), {}) for word in node if isinstance(word, str | int | float)]
-        if any(map(HAS_OPTION.match, words)):
+        words = [_expanded(str(word), environment) for word in node if isinstance(word, str | int | float)]
+        if any(map(HAS_OPTION.match, words)) or {DYNAMO_VLLM, "--connector"} <= {*words}:
             yield from launch.attempt(place, launch.read_words, words, place, environment)
-        elif {DYNAMO_VLLM, "--connector"} <= {*words}:
-            yield Source(place=place, unknown="Dynamo makes the configuration of --connector")
         else:
+            is_script = any(re.fullmatch(r"-\w*c", word) for word in words[:-1])
             for i, inner in enumerate(node):
-                yield from _engines(inner, f"{place}[{i}]", environment)
+                yield from _engines(inner, f"{place}[{i}]", environment, in_shell=is_script)
     elif isinstance(node, dict):
         yield from _of_mapping(node, place, environment)
+
+
+def _expanded(text: str, environment: Mapping[str, str]) -> str:
+    """Return a text with defaults in the place of variables, and what Kubernetes replaces by the container's own."""
+    text = re.sub(r"\$\((\w+)\)", lambda match: environment.get(match[1], match[0]), text)
+    return launch.substitute(text, {})
 
 
 def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]) -> Iterator[Source]:
@@ -160,22 +193,13 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
     if f"--{OPTION}" in options and place.endswith("]"):
         problem = f"--{OPTION} has a colon behind it, which makes a mapping of it: vLLM's arguments are texts"
         yield Source(place=place, problem=f"{problem}; write '--{OPTION}=...', or the value as the next argument")
-    elif not _KEYS.isdisjoint(node):
+    elif _is_config(node):
         yield from launch.attempt(place, launch.source_of, node, {}, environment, place)
     elif options.get(OPTION) is not None or options.get(SIZE) is not None:
         options |= {LAUNCHER: RAY} if RAY in place else {}
         yield from launch.attempt(place, launch.source_of, options.get(OPTION), options, environment, place)
     else:
-        of_chart = {MULTIPROCESS: "/tmp"} if node.get("vllmConfig") else {}  # of the vLLM production stack
-        environment = {**environment, **of_chart, **_variables(node)}
-        if "image" in node and {"command", "args"} & node.keys() and node.get(NETWORK) != "host":
-            environment[CONTAINER] = environment[ALONE] = "1"
-        is_made = node.get("kind") in _MAKERS or node.keys() & {"envFrom", "env_file"}
-        environment |= {MORE: "1"} if is_made else {}
-        environment |= {HOST_NETWORK: "1"} if node.get(NETWORK) == "host" or node.get("hostNetwork") else {}
-        image = str(node.get("image") or f"{node.get('repository')}:{node.get('tag')}".removesuffix(":None"))
-        environment |= {IMAGE: image} if STOCK_IMAGE.match(image) else {}
-        environment |= _limits(node, environment)
+        environment = {**environment, **_about(node, environment)}
         match node:
             case {"lmcacheConfig": {"enabled": True}}:
                 found = f"the chart makes a --{OPTION} of lmcacheConfig: LMCacheConnectorV1 alone, behind any other"
@@ -184,23 +208,49 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
                 yield Source(place=place, problem=problem, unknown="" if is_second else found, fix=_OF_LMCACHE)
         if _list(node.get("command")) and _list(node.get("args")):
             node = {**node, "command": None, "args": [*node["command"], *node["args"]]}
+        used = set(re.findall(r"\$[({]?(\w+)", json.dumps([node.get("command"), node.get("args")], default=str)))
         for key, value in node.items():
-            if key != "annotations":  # kubectl keeps a copy of the manifest there
-                yield from _engines(value, f"{place}.{key}".lstrip("."), environment)
+            where = f"{place}.{key}".lstrip(".")
+            if key in _MADE and value:
+                yield Source(place=where, unknown=_MADE[key])
+            elif key == "env":  # what a command of this container uses is looked at there
+                others = [each for each in _list(value) if not (isinstance(each, dict) and each.get("name") in used)]
+                yield from _engines(others if isinstance(value, list) else value, where, environment)
+            elif key != "annotations":  # kubectl keeps a copy of the manifest there
+                yield from _engines(value, where, environment)
 
 
-def _limits(node: Mapping[Any, Any], known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the limits of memory that a container or a service of compose has, and those of a pod's volumes."""
+def _is_config(node: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping is a configuration: one of defaults has more keys that are none of vLLM's."""
+    foreign = [key for key in node if key not in TransferConfig.model_fields and not str(key).startswith("kv")]
+    return not _KEYS.isdisjoint(node) and 2 * len(foreign) < len(node)
+
+
+def _about(node: Mapping[Any, Any], known: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a container, or what is around it, sets; and what else is known of the engine in it."""
+    is_host = node.get(NETWORK) == "host"
+    image = node.get("image") or f"{node.get('repository')}:{node.get('tag')}".removesuffix(":None")
+    out = {MULTIPROCESS: "/tmp"} if node.get("vllmConfig") else {}
+    out |= _variables(node)
+    out |= dict.fromkeys((marks.CONTAINER, marks.ALONE), "1") if _is_container(node) and not is_host else {}
+    out |= {marks.MORE: "1"} if node.get("kind") in _MAKERS or node.keys() & {"envFrom", "env_file"} else {}
+    out |= {marks.HOST_NETWORK: "1"} if is_host or node.get("hostNetwork") else {}
+    out |= {marks.IMAGE: str(image)} if STOCK_IMAGE.match(str(image)) else {}
     for each in (node, *_list(node.get("volumes")), *_list(node.get("volumeMounts"))):
         match each:
             case {"resources": {"limits": {"memory": str(limit)}}}:
-                yield MEMORY, limit
+                out[marks.MEMORY] = limit
             case {"shm_size": size}:
-                yield SHARED, of_docker(size)
+                out[marks.SHARED] = of_docker(size)
             case {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": limit}}:
-                yield f"{SHARED} of {name}", str(limit)
+                out[f"{marks.SHARED} of {name}"] = str(limit)
             case {"name": name, "mountPath": "/dev/shm"}:
-                yield SHARED, known.get(f"{SHARED} of {name}", "")
+                out[marks.SHARED] = {**known, **out}.get(f"{marks.SHARED} of {name}", "")
+    return out
+
+
+def _is_container(node: Mapping[Any, Any]) -> bool:
+    return "image" in node and bool({"command", "args"} & node.keys())
 
 
 def _list(value: Any) -> list[Any]:

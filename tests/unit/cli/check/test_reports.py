@@ -36,6 +36,8 @@ P2P = one(
     "OffloadingConnector",
     '{"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000, "secondary_tiers": [{"type": "p2p"}]}',
 )
+TWO = one("MultiConnector", '{"connectors": [$NIXL, {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]}')
+IN_A_SHELL = f"containers:\n- image: v\n  command: [sh, -c, 'exec vllm serve m {K} \"$KV\"']\n  env: [{{name: KV, value: {json.dumps(one('ExampleConnector'))}}}]\n"
 MOONCAKE = one("MooncakeConnector", role="kv_consumer")
 
 # Text, exit status, words of findings in their order: mistakes, warnings, unknown; ! is before what is not there.
@@ -68,6 +70,33 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "two consumers": (f"vllm serve m {K} '{one('NixlConnector', role='kv_consumer')}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{one('NixlConnector', role='kv_consumer')}' &\n", 0, ("none computes their KV",)),
     "a pair": (f"vllm serve m {K} '{one('NixlConnector', role='kv_producer')}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{one('NixlPullConnector', role='kv_consumer')}' &\n", 0, ("!in the others", "!in all")),
     "two that do both": (f"vllm serve m {K} '{NIXL}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{NIXL}' &\n", 0, ("!in the others", "!in all")),
+    # makers
+    "kserve": ("apiVersion: serving.kserve.io/v1alpha1\nkind: LLMInferenceService\nmetadata: {name: a}\nspec: {workload: {kvCacheOffloading: {cpu: 40Gi}}}\n", 0, ("unknown: CONFIG: KServe makes the configuration of kvCacheOffloading",)),
+    "compose, an argument elsewhere": ("services: {a: {image: vllm/vllm-openai, command: '--model m ${KV_TRANSFER_ARG:-}'}}\n", 0, ("unknown: CONFIG: found ${KV_TRANSFER_ARG, which may have --kv-transfer-config",)),
+    "dynamo's own": ("python3 -m dynamo.vllm --model m --connector kvbm nixl", 0, ("unknown: CONFIG: Dynamo makes the configuration of --connector",)),
+    "a chart's key": ("replicas: 2\nengine: {kvTransfer: {enabled: true, backend: nixl}}\n", 0, ("unknown: CONFIG: 'kvTransfer' is no option of vLLM: a chart or a program makes",)),
+    # values
+    "two levels": ("PORT=6555\nKV=\"{\\\"kv_connector\\\":\\\"ExampleConnector\\\",\\\"kv_role\\\":\\\"kv_both\\\",\\\"kv_port\\\":${PORT}}\"\nvllm serve m --kv-transfer-config \"$KV\"", 0, ("!not known", "no mistakes")),
+    "innermost": (f"KV='{one('$CLASS')}'\nvllm serve m {K} \"$KV\"", 0, ("unknown: CONFIG: --kv-transfer-config has $CLASS, whose", "!$KV", "!mistake:")),
+    "the rest": (f"vllm serve m {K} '{{\"kv_connector\": \"OffloadingConnector\", \"kv_role\": \"kv_both\", \"kv_rol\": 1, \"kv_connector_extra_config\": {{\"cpu_bytes_to_use\": $BYTES, \"lazy_offload\": true}}}}'", 1, ("mistake: kv_rol: unknown key", "lazy_offload: ", "unknown: CONFIG: --kv-transfer-config has $BYTES, whose", "!cpu_bytes")),
+    "unknown role": (f"vllm serve m {K} '{one('ExampleConnector', role='$ROLE')}'", 0, ("unknown: CONFIG: --kv-transfer-config has $ROLE", "!mistake:")),
+    "unknown options": (f"vllm serve m {K} '{one('OffloadingConnector', '$EXTRA')}'", 0, ("has $EXTRA", "!mistake:")),
+    "unknown connector of two": (f"vllm serve m {K} '{TWO}'", 1, ("has $NIXL", "mistake: kv_connector_extra_config.connectors[1].kv_connector_extra_config.cpu_bytes_to_use: is missing", "!connectors[0]")),
+    "of the container": (pod("$(KV)", f", env: [{{name: KV, value: {json.dumps(one('ExampleConnector'))}}}]"), 0, ("!not known", "no mistakes", "!engines:")),
+    "of the container, in a shell": (IN_A_SHELL, 0, ("!not known", "no mistakes")),
+    "names from a comment": ("# Run `make image` and $(dirname x)\nvllm serve m --config \"$CONFIG\" \"--log --kv-transfer-config x\"", 0, ("unknown: CONFIG: --kv-transfer-config is in a form that is not known here", "!make image", "!dirname")),
+    # shape
+    "defaults": ("_shared: {model_name: m, http_port: 8000, kv_connector: NixlConnector, kv_role: kv_both}\n", 0, ("unknown: CONFIG: 'kv_connector' is no option of vLLM: a chart", "!mistake:")),
+    "prose": (f"guide: |\n  Don't forget this.\n\n  ```bash\n  vllm serve m {K} '{one('ExampleConnector')}'\n  ```\n", 0, ("kvobs is not in this configuration", "!mistake:")),
+    "prose without a fence": (f"note: |\n  Don't forget.\n  vllm serve m {K} '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:")),
+    "markdown": (f"# Serving\n\nNote: it's easy.\n\n```bash\nvllm serve m {K} '{one('ExampleConnector')}'\n```\n", 0, ("kvobs is not in this configuration", "!mistake:")),
+    "another server": (f"python -m atom.entrypoints.openai_server --model m {K} '{one('lmcache_offload', role='offload')}'", 0, ("unknown: CONFIG: the command starts atom.entrypoints, which is not vLLM", "!mistake:")),
+    "python": ("import os\nfrom vllm import LLM\nllm = LLM('m', kv_transfer_config=KVTransferConfig(kv_connector='NixlConnector'))\n", 0, ("unknown: CONFIG: a Python program makes the configuration", "!mistake:")),
+    # lines
+    "folded, compose": (f"services:\n  a:\n    image: v\n    network_mode: host\n    command: >\n      vllm serve m\n        --port 1\n        {K}\n        '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:", "!CONFIG")),
+    "folded, list": (f"server_args:\n- >\n  --model m\n    {K}\n    '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:")),
+    "folded, shell": (f"spec: {{}}\ncontainers:\n- command: [sh, -c]\n  args:\n  - >\n    vllm serve m\n      {K}\n      '{one('ExampleConnector')}'\n", 1, ("mistake: CONFIG: the command ends before --kv-transfer-config: YAML's '>' keeps the break before a deeper-indented line",)),
+    "folded alike, shell": (f"containers:\n- command: [sh, -c]\n  args:\n  - >\n    vllm serve m\n    {K}\n    '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:")),
 }  # fmt: skip
 
 
@@ -87,3 +116,25 @@ def test_the_findings_are_those_that_help(kind: str, tmp_path: Path) -> None:
     for each in words:
         assert (each.removeprefix("!") in result.output) != each.startswith("!"), result.output
     assert result.exit_code == status, result.output
+
+
+def test_rewrite_prints_each_engine_by_its_place_or_one() -> None:
+    text = f"a: {json.dumps([K, NIXL])}\nb: {json.dumps([K, one('ExampleConnector')])}\n"
+    both = CliRunner().invoke(app, ["check", text, "--rewrite"])
+    assert both.exit_code == 0
+    configs = json.loads(both.stdout)
+    assert [config["kv_connector_extra_config"]["connectors"][0]["kv_connector"] for config in configs.values()] == [
+        "NixlConnector",
+        "ExampleConnector",
+    ]
+    one_of_them = CliRunner().invoke(app, ["check", text, "--rewrite", "--place", "b"])
+    assert json.loads(one_of_them.stdout) == configs["b"]
+    other = CliRunner().invoke(app, ["check", text, "--rewrite", "--place", "c"])
+    assert (other.exit_code, other.stdout) == (1, "")
+    assert (
+        "found no engine at c. Fix: give one of: a, b, or start vLLM with KVOBS_ENABLE=1, which needs no --rewrite."
+        in other.stderr
+    )
+    part = CliRunner().invoke(app, ["check", text.replace(json.dumps(NIXL), '"$KV"'), "--rewrite"])
+    assert (part.exit_code, [*json.loads(part.stdout)]) == (1, ["b"])
+    assert "a\n\nunknown: CONFIG: --kv-transfer-config has $KV" in part.stderr
