@@ -29,6 +29,7 @@ from kvobs.vllm_api.versions import RETIRED, TransferConfig
 
 _SHOWN = ("kv_role", "kv_load_failure_policy")  # any other value may be a secret
 _POLICY = "kv_load_failure_policy"
+GONE = "found a key that this vLLM no longer has"
 _ON_TOP = "at the top level, beside kv_connector"
 _DATA_PARALLEL_SUFFIX = re.compile(r"_dp\d+$")
 
@@ -200,7 +201,7 @@ def _unknown_key(where: str, key: str, keys: list[str]) -> Finding:
     if key in Options.model_fields:
         return Finding(where, "found an option of kvobs at the wrong place", fix=f"move it into {PATH}.kvobs")
     if key in RETIRED:
-        return Finding(where, "found a key that this vLLM no longer has", fix="remove it")
+        return Finding(where, GONE, fix="remove it")
     return unknown("key", where, key, keys, f"remove it; options of the connector itself belong in its {PATH}")
 
 

@@ -66,7 +66,8 @@ def check_text(
         result.add(warnings=[Finding("image", f"found {show(image)}, which has no kvobs", fix=fix)])
     _check_entries(result)
     has_vllm = not is_rewritten and result.vllm is not None
-    result.add(*rules.check_entries(result.config, is_stock=router is Router.STOCK))
+    result.add(*rules.check_entries(result.config, is_stock=router is Router.STOCK, is_elsewhere=flags.is_elsewhere))
+    result.add(warnings=rules.ignored_variables(result.config, flags.environment))
     missing = list(rules.missing_libraries_of(result.config)) if has_vllm else []
     result.note_unknown(missing) if flags.is_elsewhere else result.add(missing)
     result.add(*rules.check_memory(result.config, flags.environment.get(MEMORY, ""), flags.environment.get(SHARED, "")))

@@ -38,7 +38,8 @@ def check_classes(result: CheckResult, *, is_deep: bool = False) -> None:
             return class_of(name, module)
         except NotUsableError as error:
             is_read = not isinstance(error, vllm_source.NotReadError)
-            if not is_read or (result.is_elsewhere and not error.fix.startswith("use ")):
+            is_misspelt = error.found.endswith("does not have") and error.fix.startswith("use '")
+            if not is_read or (result.is_elsewhere and not is_misspelt):
                 not_known[error.found] = is_read or module is not None  # one of vLLM's may be made by its module
             raise
 

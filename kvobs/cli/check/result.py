@@ -68,8 +68,10 @@ class CheckResult:
     def add(self, mistakes: Iterable[Finding] = (), warnings: Iterable[Finding] = ()) -> None:
         """Add findings, each once: a missing library is reported, not the import error that it causes."""
         refused = {finding.path for finding in self.mistakes if finding.path.endswith("kv_connector")}
-        self.mistakes += [finding for finding in self._locate(mistakes) if finding.path not in refused]
-        self.warnings += self._locate(warnings)
+        found = [finding for finding in self._locate(mistakes) if finding.path not in refused]
+        older = [finding for finding in found if self.is_elsewhere and finding.found == validation.GONE]
+        self.mistakes += [finding for finding in found if finding not in older]
+        self.warnings += [*older, *self._locate(warnings)]
         self.mistakes, self.warnings = list(dict.fromkeys(self.mistakes)), list(dict.fromkeys(self.warnings))
 
     def note_unknown(self, findings: Iterable[Finding]) -> None:

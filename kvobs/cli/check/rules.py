@@ -6,16 +6,18 @@ or a way to correct it.
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
 from kvobs.cli.check import vllm_source
+from kvobs.cli.check.vllm_options import options_of, parameters_of
 from kvobs.connectors.known import OURS, ROUTER, missing_libraries
 from kvobs.connectors.validation import misplaced
 from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding, unknown
+from kvobs.vllm_api.versions import TransferConfig
 
 _OPPOSITE = {"kv_producer": "kv_consumer", "kv_consumer": "kv_producer"}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(i?)", re.IGNORECASE)  # of Kubernetes
@@ -29,16 +31,16 @@ class Findings(NamedTuple):
     warnings: list[Finding]
 
 
-def check_entries(whole: Mapping[str, Any], *, is_stock: bool) -> Findings:
+def check_entries(whole: Mapping[str, Any], *, is_stock: bool, is_elsewhere: bool = False) -> Findings:
     """Return the mistakes and the warnings about the entries of a configuration, given as kvobs would get it.
 
-    ``is_stock``: vLLM's own router is in the configuration as it is.
+    ``is_stock``: vLLM's own router is in the configuration as it is. ``is_elsewhere``: another vLLM may read it.
     """
     findings = Findings([], [*misplaced(whole, "")])
     for path, entry in _walk(whole, ""):
         module = entry.get("kv_connector_module_path")
         if module is None or str(module).startswith("lmcache."):
-            _check_own_options(findings, entry, path)
+            _check_own_options(findings, entry, path, is_elsewhere)
         findings.warnings.extend([*misplaced(entry, path), *_nesting(entry, path)])
     findings.warnings.extend(_roles(whole))
     if is_stock:
@@ -79,6 +81,16 @@ def missing_libraries_of(whole: Mapping[str, Any]) -> Iterator[Finding]:
         for need in missing_libraries(name) if entry.get("kv_connector_module_path") is None else ():
             found = f"found {name!r}, which needs {need.modules[0]!r}, which is not installed here"
             yield Finding(f"{path}.kv_connector", found, fix=need.install)
+
+
+def ignored_variables(whole: Mapping[str, Any], environment: Iterable[str]) -> Iterator[Finding]:
+    """Warn of the engine's variables that a connector of the installed vLLM reads no more."""
+    for _, entry in _walk(whole, ""):
+        options = options_of(_name(entry) or "") if entry.get("kv_connector_module_path") is None else None
+        for variable in sorted(options.ignored.keys() & environment) if options else ():
+            text = f"has no effect: {_name(entry)} of vLLM {vllm_source.vllm_version()} ignores it"
+            fix = f"set {options.ignored[variable]!r} in {PATH}" if options else ""
+            yield Finding(f"environment variable {variable}", text, fix=fix)
 
 
 def _nesting(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
@@ -150,23 +162,47 @@ _NUMBERS = {
     "OffloadingConnector": ("cpu_bytes_to_use", "block_size", "blocks_per_chunk", "store_threshold"),
     _SIMPLE: ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "disk_capacity_bytes", "disk_buffer_slots"),
 }
-_ONLY_SIMPLE = (*_NUMBERS[_SIMPLE][1:], "lazy_offload", "kv_offload_backend", "disk_path", "use_page_cache")
+_ANY_VERSION = {*_NUMBERS["OffloadingConnector"], *_NUMBERS[_SIMPLE], "backends", "secondary_tiers"}
 _SMALL = 1 << 20
 _EXAMPLE = "such as 10737418240 for 10 GiB"
 _CPU, _TIERING = "CPUOffloadingSpec", "TieringOffloadingSpec"
+_BY_VLLM = {"self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"}
+_OF_TIERS = {"type", "module_path", "backpressure"}  # read before a tier is made
 _Wrong = tuple[bool, Finding]
 """Whether it is a mistake, and the finding at an option's name."""
 
 
-def _check_own_options(findings: Findings, entry: Mapping[str, Any], path: str) -> None:
+def _check_own_options(findings: Findings, entry: Mapping[str, Any], path: str, is_elsewhere: bool) -> None:
     extra, name = entry.get(PATH) or {}, _name(entry)
     if name is not None and isinstance(extra, Mapping):
         numbers = [key for key in _NUMBERS.get(name, ()) if not _is_number(extra.get(key))]
         found = [_wrong_type(key, extra[key], "a whole number", "write it without a unit") for key in numbers]
         found += _of_offloading(extra) if name == "OffloadingConnector" else _of_others(name, extra)
+        found += _of_source(name, extra, {each.path for _, each in found}) if name != ROUTER else ()
         for is_mistake, each in found:
             at = replace(each, path=f"{path}.{PATH}.{each.path}")
-            (findings.mistakes if is_mistake else findings.warnings).append(at)
+            is_certain = not is_elsewhere or (each.path in _ANY_VERSION and "num_cpu_blocks" not in extra)
+            (findings.mistakes if is_mistake and is_certain else findings.warnings).append(at)
+
+
+def _of_source(name: str, extra: Mapping[str, Any], found: Container[str]) -> Iterator[_Wrong]:
+    """Yield what the installed vLLM's source shows: options not read, or missing, and values not allowed."""
+    options = options_of(name)
+    if options is None or extra.get("spec_module_path"):
+        return
+    names = sorted(options.known | options.needed)
+    others = {*names, *TransferConfig.model_fields, "kvobs", "connectors", "num_cpu_blocks"}
+    for key in (key for key in extra if key not in others):
+        near = difflib.get_close_matches(key, names, 1, 0.75)
+        if near != ["cpu_bytes_to_use"] or near[0] not in found:  # that is missing, with this one in its place
+            text = f"has no effect: {name} of vLLM {vllm_source.vllm_version()} does not read it"
+            fix = f"use {near[0]!r}" if near else "remove it"
+            yield False, Finding(key, text, ", ".join(map(repr, names)), fix)
+    for key in sorted(options.required - extra.keys()):
+        yield True, Finding(key, f"is missing, and {name} needs it", fix="add it")
+    for key, values in options.allowed.items():
+        if extra.get(key) and str(extra[key]).lower() not in map(str.lower, values):
+            yield True, unknown("value", key, str(extra[key]), values, "use one of them")
 
 
 def _wrong_type(key: str, value: Any, allowed: str, fix: str) -> _Wrong:
@@ -191,9 +227,10 @@ def _of_offloading(extra: Mapping[str, Any]) -> Iterator[_Wrong]:
             yield True, unknown("spec", "spec_name", str(spec), specs, otherwise)
         return  # a class from elsewhere has other options
     yield from _size(extra, extra.get("cpu_bytes_to_use"))
-    for key in _ONLY_SIMPLE:
-        if key in extra:
-            yield False, Finding(key, f"has no effect: only {_SIMPLE} reads it", fix=f"remove it, or use {_SIMPLE}")
+    policies = sorted(vllm_source.registered("v1/kv_offload/cpu/policies/factory.py"))
+    policy = extra.get("eviction_policy", "lru")
+    if policies and policy not in policies and not extra.get("cache_policy_module_path"):
+        yield True, unknown("policy", "eviction_policy", str(policy), policies, "use one of them")
     if spec == _TIERING:
         yield from _unknown_tiers(tiers)
     elif tiers:
@@ -215,14 +252,22 @@ def _size(extra: Mapping[str, Any], size: Any) -> Iterator[_Wrong]:
 
 
 def _unknown_tiers(tiers: Any) -> Iterator[_Wrong]:
-    known = sorted(vllm_source.registered("v1/kv_offload/tiering/factory.py"))
+    known = vllm_source.registered("v1/kv_offload/tiering/factory.py")
     if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
         yield _wrong_type("secondary_tiers", tiers, "a list of objects", "write a list of objects")
         return
     for i, tier in enumerate(tiers):
         kind, otherwise = tier.get("type"), "use one of them, or set module_path to the module of that class"
         if known and kind not in known and not (kind and tier.get("module_path")):
-            yield True, unknown("tier", f"secondary_tiers[{i}].type", str(kind), known, otherwise)
+            yield True, unknown("tier", f"secondary_tiers[{i}].type", str(kind), sorted(known), otherwise)
+        elif parameters := parameters_of(*known.get(str(kind), ("", ""))):
+            names, required, takes_all = parameters
+            for key in sorted(required - _BY_VLLM - tier.keys()):
+                text = f"is missing, and the tier {kind!r} needs it"
+                yield True, Finding(f"secondary_tiers[{i}].{key}", text, fix="add it")
+            for key in [] if takes_all else [key for key in tier if key not in names | _OF_TIERS]:
+                options = sorted(names - _BY_VLLM)
+                yield True, unknown("option", f"secondary_tiers[{i}].{key}", key, options, "remove it")
 
 
 def _of_others(name: str, extra: Mapping[str, Any]) -> Iterator[_Wrong]:

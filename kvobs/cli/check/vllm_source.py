@@ -22,7 +22,8 @@ _FIELD = re.compile(r"^    (\w+): ", re.MULTILINE)
 _VERSION = re.compile(r"^__version__\s*=.*?[\"']([^\"']+)[\"']", re.MULTILINE)
 _IMPORT = re.compile(r"^\s*from\s+([\w.]+)\s+import\s+(\([^)]*\)|.+)$", re.MULTILINE)
 _QUOTED = re.compile(r"""["']([\w.]+)["']""")
-_OF_CONNECTORS = ("vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.")
+_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1."
+_OF_CONNECTORS = (_CONNECTORS, "vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.")
 _DEEPEST = 12  # imports that lead to a class
 
 
@@ -95,7 +96,7 @@ def class_of(name: str, module: Any) -> type:
         raise NotUsableError(found, fix=fix, is_import=True)
     if module == "kvobs.connector" and name != "MultiConnector":
         raise NotUsableError(f"found {show(name)}, which kvobs does not have", fix="use 'MultiConnector'")
-    if (found_class := _class(module, cls)) is None:
+    if (found_class := stub(module, cls)) is None:
         text = f"found {show(name)}, whose class can't be read from the source of {module}"
         raise NotReadError(text, fix="import it: kvobs check --deep")
     if WORDS not in vars(found_class):
@@ -104,25 +105,27 @@ def class_of(name: str, module: Any) -> type:
 
 
 @cache
-def _class(module: str, name: str, depth: int = 0) -> type | None:
+def stub(module: str, name: str, depth: int = 0) -> type | None:
     """Return a class whose methods are their source; None if its source, or that of a base, can't be found."""
-    tree = _tree(module)
-    for node in tree.body if depth < _DEEPEST else ():
+    source = tree(module)
+    for node in source.body if depth < _DEEPEST else ():
         if isinstance(node, ast.ClassDef) and node.name == name:
             bases = [_base(module, base, depth) for base in node.bases]
             methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+            methods.pop("__init_subclass__", None)  # Python would call it
             with suppress(TypeError):  # by the order of its bases
-                return None if None in bases else type(name, tuple(bases), {**methods, "__module__": module})  # type: ignore[arg-type]
+                known = tuple(base for base in bases if base is not None)
+                return type(name, known, {**methods, "__module__": module}) if len(known) == len(bases) else None
             return None
         match node:
             case ast.Assign(targets=[ast.Name(id=alias)], value=ast.Name(id=other)) if alias == name:
-                return _class(module, other, depth + 1)
-    for statement in ast.walk(tree) if depth < _DEEPEST else ():
+                return stub(module, other, depth + 1)
+    for statement in ast.walk(source) if depth < _DEEPEST else ():
         if isinstance(statement, ast.ImportFrom):
             for each in statement.names:
                 if name == (each.asname or each.name):
-                    source = "." * statement.level + (statement.module or "")
-                    return _class(_absolute(source, module), each.name, depth + 1)
+                    named = "." * statement.level + (statement.module or "")
+                    return stub(_absolute(named, module), each.name, depth + 1)
     return None
 
 
@@ -131,7 +134,7 @@ def _base(module: str, base: ast.expr, depth: int) -> type | None:
         case ast.Subscript(value=ast.Name(id="Generic" | "Protocol")) | ast.Name(id="ABC" | "object"):
             return object
         case ast.Name(id=name):
-            return _class(module, name, depth + 1)
+            return stub(module, name, depth + 1)
     return None
 
 
@@ -146,7 +149,7 @@ def _source(module: str) -> tuple[str, str]:
 
 
 @cache
-def _tree(module: str) -> ast.Module:
+def tree(module: str) -> ast.Module:
     with suppress(SyntaxError, ValueError, RecursionError):
         return ast.parse(_source(module)[0])
     return ast.Module([], [])

@@ -38,6 +38,8 @@ P2P = one(
 )
 TWO = one("MultiConnector", '{"connectors": [$NIXL, {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]}')
 IN_A_SHELL = f"containers:\n- image: v\n  command: [sh, -c, 'exec vllm serve m {K} \"$KV\"']\n  env: [{{name: KV, value: {json.dumps(one('ExampleConnector'))}}}]\n"
+TIER = '{{"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000, "secondary_tiers": [{{{}}}]}}'
+HTTP = '{"http_port": 1}'
 MOONCAKE = one("MooncakeConnector", role="kv_consumer")
 
 # Text, exit status, words of findings in their order: mistakes, warnings, unknown; ! is before what is not there.
@@ -70,6 +72,24 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "two consumers": (f"vllm serve m {K} '{one('NixlConnector', role='kv_consumer')}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{one('NixlConnector', role='kv_consumer')}' &\n", 0, ("none computes their KV",)),
     "a pair": (f"vllm serve m {K} '{one('NixlConnector', role='kv_producer')}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{one('NixlPullConnector', role='kv_consumer')}' &\n", 0, ("!in the others", "!in all")),
     "two that do both": (f"vllm serve m {K} '{NIXL}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{NIXL}' &\n", 0, ("!in the others", "!in all")),
+    # options
+    "misspelt": (one("NixlConnector", '{"kv_lease_duraton": 300}'), 0, ("warning: kv_connector_extra_config.kv_lease_duraton: has no effect: NixlConnector of vLLM 0.32.0 does not read it, allowed: 'backends', ", "Fix: use 'kv_lease_duration'.")),
+    "of a sibling": (one("NixlConnector", '{"load_async": true, "enable_cross_layers_blocks": true}'), 0, ("load_async: has no effect", "enable_cross_layers_blocks: has no effect", "no mistakes, 3 warnings")),
+    "of a config file": (one("MooncakeStoreConnector", '{"lookup_async": true, "enable_offload": true, "preferred_segment": "a"}'), 1, ("enable_offload: has no effect", "!preferred_segment:")),
+    "all that it reads": (one("NixlConnector", '{"backends": ["UCX"], "kv_lease_duration": 30, "num_threads": 4, "kv_recompute_threshold": 64}'), 0, ("no mistakes, 1 warning",)),
+    "missing": (one("MoRIIOConnector", '{"proxy_ip": "10.0.0.1", "proxy_ping_port": 1}'), 1, ("mistake: kv_connector_extra_config.http_port: is missing, and MoRIIOConnector needs it. Fix: add it.", "!notify_port:")),
+    "no such value": (one("MoRIIOConnector", '{"http_port": 1, "backend": "tcp"}'), 1, ("mistake: kv_connector_extra_config.backend: unknown value, allowed: 'rdma', 'xgmi'",)),
+    "a value": (one("MoRIIOConnector", '{"http_port": 1, "backend": "RDMA"}'), 1, ("!backend:",)),
+    "no such policy": (one("OffloadingConnector", '{"cpu_bytes_to_use": 10000000, "eviction_policy": "fifo"}'), 1, ("eviction_policy: unknown policy, allowed: 'arc', 'lru'",)),
+    "a policy from elsewhere": (one("OffloadingConnector", '{"cpu_bytes_to_use": 10000000, "eviction_policy": "fifo", "cache_policy_module_path": "x"}'), 0, ("no mistakes, 1 warning",)),
+    "in an image": (pod(one("OffloadingConnector", '{"cpu_bytes_to_use": 10000000, "eviction_policy": "fifo"}')), 0, ("warning: kv_connector_extra_config.eviction_policy: unknown policy",)),
+    "variable that is ignored": (f"VLLM_MORIIO_QP_PER_TRANSFER=4 vllm serve m {K} '{one('MoRIIOConnector', HTTP)}'", 1, ("warning: environment variable VLLM_MORIIO_QP_PER_TRANSFER: has no effect: MoRIIOConnector of vLLM 0.32.0 ignores it. Fix: set 'qp_per_transfer' in kv_connector_extra_config.",)),
+    "tier without a folder": (one("OffloadingConnector", TIER.format('"type": "fs"')), 1, ("mistake: kv_connector_extra_config.secondary_tiers[0].root_dir: is missing, and the tier 'fs' needs it",)),
+    "tier, misspelt": (one("OffloadingConnector", TIER.format('"type": "fs", "root_dir": "/a", "n_read_thread": 1')), 1, ("secondary_tiers[0].n_read_thread: unknown option", "use 'n_read_threads'")),
+    "tier": (one("OffloadingConnector", TIER.format('"type": "fs", "root_dir": "/a", "n_read_threads": 1, "locality": "LOCAL"')), 0, ("no mistakes, 1 warning",)),
+    "tier that takes all": (one("OffloadingConnector", TIER.format('"type": "p2p", "host": "h", "later": 1')), 0, ("no mistakes, 1 warning",)),
+    "not shown by its source": (one("LMCacheConnectorV1", '{"lmcache.x": 1, "y": 2}'), 1, ("!has no effect",)),
+    "of an older vLLM, in an image": (pod('{"kv_connector": "P2pNcclConnector", "kv_role": "kv_producer", "kv_buffer_size": "1e1"}'), 0, ("unknown: kv_connector: found 'P2pNcclConnector'", "warning: kv_buffer_size: found a key that this vLLM no longer has")),
     # makers
     "kserve": ("apiVersion: serving.kserve.io/v1alpha1\nkind: LLMInferenceService\nmetadata: {name: a}\nspec: {workload: {kvCacheOffloading: {cpu: 40Gi}}}\n", 0, ("unknown: CONFIG: KServe makes the configuration of kvCacheOffloading",)),
     "compose, an argument elsewhere": ("services: {a: {image: vllm/vllm-openai, command: '--model m ${KV_TRANSFER_ARG:-}'}}\n", 0, ("unknown: CONFIG: found ${KV_TRANSFER_ARG, which may have --kv-transfer-config",)),
@@ -78,7 +98,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     # values
     "two levels": ("PORT=6555\nKV=\"{\\\"kv_connector\\\":\\\"ExampleConnector\\\",\\\"kv_role\\\":\\\"kv_both\\\",\\\"kv_port\\\":${PORT}}\"\nvllm serve m --kv-transfer-config \"$KV\"", 0, ("!not known", "no mistakes")),
     "innermost": (f"KV='{one('$CLASS')}'\nvllm serve m {K} \"$KV\"", 0, ("unknown: CONFIG: --kv-transfer-config has $CLASS, whose", "!$KV", "!mistake:")),
-    "the rest": (f"vllm serve m {K} '{{\"kv_connector\": \"OffloadingConnector\", \"kv_role\": \"kv_both\", \"kv_rol\": 1, \"kv_connector_extra_config\": {{\"cpu_bytes_to_use\": $BYTES, \"lazy_offload\": true}}}}'", 1, ("mistake: kv_rol: unknown key", "lazy_offload: ", "unknown: CONFIG: --kv-transfer-config has $BYTES, whose", "!cpu_bytes")),
+    "the rest": (f"vllm serve m {K} '{{\"kv_connector\": \"OffloadingConnector\", \"kv_role\": \"kv_both\", \"kv_rol\": 1, \"kv_connector_extra_config\": {{\"cpu_bytes_to_use\": $BYTES, \"lazy_offload\": true}}}}'", 1, ("mistake: kv_rol: unknown key", "lazy_offload: ", "unknown: CONFIG: --kv-transfer-config has $BYTES, whose", "!cpu_bytes_to_use:")),
     "unknown role": (f"vllm serve m {K} '{one('ExampleConnector', role='$ROLE')}'", 0, ("unknown: CONFIG: --kv-transfer-config has $ROLE", "!mistake:")),
     "unknown options": (f"vllm serve m {K} '{one('OffloadingConnector', '$EXTRA')}'", 0, ("has $EXTRA", "!mistake:")),
     "unknown connector of two": (f"vllm serve m {K} '{TWO}'", 1, ("has $NIXL", "mistake: kv_connector_extra_config.connectors[1].kv_connector_extra_config.cpu_bytes_to_use: is missing", "!connectors[0]")),
