@@ -106,7 +106,9 @@ def scheduler_side(
     warnings = SyncLoadWarnings(validated.unsafe) if validated.unsafe else None
     share = options.verify.share
     sample = BlockSample(share, layout, prompt_sizes[0], reporting) if share is not None else None
-    sizes = StoreSizes(recorder, specs, parallel.world_size, getattr(kv_cache_config, "kv_tp_replicas", 1))
+    longest = getattr(vllm_config.model_config, "max_model_len", 0)
+    copies = getattr(kv_cache_config, "kv_tp_replicas", 1)
+    sizes = StoreSizes(recorder, specs, parallel.world_size, copies, longest)
     observer = Composed([*followers, reuse, gains, open_transfers, warnings, sample, sizes])
     feed = feed_of(vllm_config, specs, options, tracing)
     collector = _collector(children, recorders, feed)

@@ -9,6 +9,7 @@ from functools import cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from kvobs.log import log
 from kvobs.schema import signals
 from kvobs.state.events import Observer
 
@@ -129,27 +130,51 @@ def name_among(connector_class: type, names: Container[str]) -> str | None:
     return next((base.__name__ for base in connector_class.__mro__ if base.__name__ in names), None)
 
 
+def name_of_size(spec: ChildSpec) -> str:
+    """Return the name under which a class states its size; empty if it states none."""
+    return name_among(spec.connector_class, STATED_BYTES) or ""
+
+
+def too_small(size: int, tokens: int, longest: int) -> str:
+    """Return the warning that a connector's memory has no room for one long prompt."""
+    return (
+        f"its {size:,} bytes of memory (cpu_bytes_to_use) have room for {tokens:,} tokens, and a prompt may have "
+        f"{longest:,} (max_model_len): such a prompt's own end replaces its begin, so that it is never loaded"
+    )
+
+
 class StoreSizes(Observer):
     """Records how many tokens each connector stores, if its options state it and all tokens take the same.
 
-    ``copies`` of the ``ranks`` have the same KV cache.
+    ``copies`` of the ``ranks`` have the same KV cache. It warns of memory without room for ``longest`` tokens, those of
+    a prompt, whatever is behind it.
     """
 
-    def __init__(self, recorder: Recorder, specs: Sequence[ChildSpec], ranks: int, copies: int) -> None:
+    def __init__(
+        self, recorder: Recorder, specs: Sequence[ChildSpec], ranks: int, copies: int, longest: int = 0
+    ) -> None:
         self._recorder, self._specs, self._ranks, self._copies = recorder, specs, ranks, copies
+        self._longest = longest
 
     def laid_out(self, layout: CacheLayout) -> None:
         for spec in self._specs if layout.bytes_per_token else ():
-            if size := self._stated_bytes(spec):
-                tokens = int(size / layout.bytes_per_token)
+            size = self._stated_bytes(spec)
+            tokens = int(size / layout.bytes_per_token)
+            if size and not any(map(spec.transfer_config.kv_connector_extra_config.get, STORES_MORE)):
                 self._recorder.set_gauge(spec.index, signals.slot(signals.CAPACITY_TOKENS), tokens)
+            if (
+                size
+                and tokens < self._longest
+                and any(key.startswith("cpu_") for key in STATED_BYTES[name_of_size(spec)])
+            ):
+                log.warning("connector %r: %s", spec.name, too_small(size, tokens, self._longest))
 
     def _stated_bytes(self, spec: ChildSpec) -> int:
-        """Return how many bytes a connector stores by its options; 0 if unknown."""
-        options, name = spec.transfer_config.kv_connector_extra_config, name_among(spec.connector_class, STATED_BYTES)
+        """Return how many bytes a connector stores in memory, or a folder, by its options; 0 if unknown."""
+        options, name = spec.transfer_config.kv_connector_extra_config, name_of_size(spec)
         # With MLA it may store one copy.
         is_unclear = name == "OffloadingConnector" and self._copies == self._ranks > 1
-        if name is None or is_unclear or any(map(options.get, STORES_MORE)):
+        if not name or is_unclear or options.get("disk_path"):
             return 0
         key = next(filter(options.get, STATED_BYTES[name]), None)
         return int(options[key]) * (self._ranks if STATED_BYTES[name][key] else 1) if key else 0

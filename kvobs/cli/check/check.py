@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvobs.cli.check import peers, rules, vllm_source
-from kvobs.cli.check.flags import CONTAINER, DEFAULTS, DYNAMO_VLLM, IMAGE, MEMORY, NIXL_PORT, RAY, SHARED, Flags
+from kvobs.cli.check.flags import CONTAINER, DEFAULTS, DYNAMO_VLLM, IMAGE, NIXL_PORT, RAY, Flags
 from kvobs.cli.check.result import CheckResult, ConnectorResult
 from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of, without_key
 from kvobs.connectors import validation
@@ -70,7 +70,7 @@ def check_text(
     result.add(warnings=rules.ignored_variables(result.config, flags.environment))
     missing = list(rules.missing_libraries_of(result.config)) if has_vllm else []
     result.note_unknown(missing) if flags.is_elsewhere else result.add(missing)
-    result.add(*rules.check_memory(result.config, flags.environment.get(MEMORY, ""), flags.environment.get(SHARED, "")))
+    result.add(*rules.check_memory(result.config, flags))
     result.add(warnings=() if is_rewritten else peers.side_channels(result, flags))
     if result.vllm is None:
         result.off["classes"] = "vLLM is not installed here: connector classes were not checked"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from kvobs.connectors.known import OURS, ROUTER
@@ -30,12 +31,13 @@ SHARED = "kvobs shared memory limit"  # the same of its /dev/shm
 _NUMBERS = {
     *("port", "api-server-count", "data-parallel-size", "data-parallel-size-local", "data-parallel-rpc-port"),
     "pipeline-parallel-size",
+    "tensor-parallel-size",
 }
 _SHORT = {
     "asc": "api-server-count", "dp": "data-parallel-size", "dpe": "data-parallel-external-lb",
     "dph": "data-parallel-hybrid-lb", "dpl": "data-parallel-size-local", "dpn": "data-parallel-rank",
     "dpm": "data-parallel-multi-port-external-lb", "dpp": "data-parallel-rpc-port", "dpr": "data-parallel-start-rank",
-    "pp": "pipeline-parallel-size",
+    "pp": "pipeline-parallel-size", "tp": "tensor-parallel-size",
 }  # fmt: skip
 
 
@@ -56,7 +58,14 @@ class Flags:
     taken: Mapping[int, str] = field(default_factory=dict)
     nixl: range = range(0)  # its ports
     nixl_taken: Mapping[int, str] = field(default_factory=dict)  # those that another engine has, and whose they are
+    options: Mapping[str, Any] = field(default_factory=dict)  # of vLLM, by name, as they are
     environment: Mapping[str, str] = field(default_factory=dict)  # the engine's variables, and the marks above
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks an engine has, as far as its options are known."""
+        sizes = (self.options.get(name, 1) for name in ("tensor-parallel-size", "pipeline-parallel-size"))
+        return prod(int(size) for size in sizes if str(size).isdecimal())
 
     @property
     def is_elsewhere(self) -> bool:
@@ -137,7 +146,7 @@ def flags_of(
     nixl = range(int(first), int(first) + engines) if has_nixl else range(0)
     ports |= dict.fromkeys(nixl, f"{NIXL_PORT} of NixlConnector")
     return Flags(
-        _is_on(options, "disable-log-stats"),
+        is_on(options, "disable-log-stats"),
         str(endpoint) if (endpoint := options.get("otlp-traces-endpoint")) else None,
         int(options.get("api-server-count", api_servers(beside))),
         engines,
@@ -147,6 +156,7 @@ def flags_of(
         {**taken, **ports},
         nixl,
         {port: taken[port] for port in nixl if port in taken},
+        options,
         {SHARED: of_docker(beside.get("shm-size", "")), **environment},
     )
 
@@ -166,22 +176,22 @@ def _conditions(options: Mapping[str, Any], environment: Mapping[str, str]) -> C
 
 def api_servers(options: Mapping[str, Any]) -> int:
     """Return how many API servers there are by default: `vllm serve` starts one for each engine that it balances."""
-    if options.get(LAUNCHER) or _is_one_of_several(options) or _is_on(options, "enable-elastic-ep"):
+    if options.get(LAUNCHER) or _is_one_of_several(options) or is_on(options, "enable-elastic-ep"):
         return 1
-    is_hybrid = "data-parallel-start-rank" in options or _is_on(options, "data-parallel-hybrid-lb")
+    is_hybrid = "data-parallel-start-rank" in options or is_on(options, "data-parallel-hybrid-lb")
     return int(options.get("data-parallel-size-local" if is_hybrid else "data-parallel-size", 1)) or 1
 
 
 def _is_one_of_several(options: Mapping[str, Any]) -> bool:
     """Return whether each engine of the group has a command and an API server, behind an external load balancer."""
     others = ("data-parallel-external-lb", "data-parallel-multi-port-external-lb")
-    return "data-parallel-rank" in options or any(_is_on(options, other) for other in others)
+    return "data-parallel-rank" in options or any(is_on(options, other) for other in others)
 
 
 def _is_left_on(options: Mapping[str, Any], name: str) -> bool:
     """Return whether vLLM's options are known, and leave on what is on by default."""
-    return bool(options) and not options.get(f"no-{name}") and _is_on(options, name, "on")
+    return bool(options) and not options.get(f"no-{name}") and is_on(options, name, "on")
 
 
-def _is_on(options: Mapping[str, Any], name: str, default: str = "0") -> bool:
+def is_on(options: Mapping[str, Any], name: str, default: str = "0") -> bool:
     return str(options.get(name, default)).lower() not in ("false", "0", "none")

@@ -142,6 +142,7 @@ def read_words(words: Sequence[str], place: str, environment: Mapping[str, str])
     if other := next(filter(None, map(_OTHER.search, words)), None):
         raise NotKnownError(f"the command starts {other[0]}, which is not vLLM: its options are not known here")
     flags[LAUNCHER] = next((word for word in words if word in (DYNAMO_VLLM, "vllm.entrypoints.openai.api_server")), "")
+    flags |= {"model": words[at]} if "serve" in words[:-1] and words[at := words.index("serve") + 1][:1] != "-" else {}
     for name, value in options_of(words):
         if name.startswith(f"{OPTION}."):
             raise NotKnownError(f"--{name} is a part of --{OPTION}, which is not known here in parts")

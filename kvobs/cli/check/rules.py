@@ -5,15 +5,19 @@ or a way to correct it.
 """
 
 import difflib
+import json
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvobs.cli.check import vllm_source
+from kvobs.cli.check.flags import MEMORY, SHARED, Flags, is_on
 from kvobs.cli.check.vllm_options import options_of, parameters_of
 from kvobs.connectors.known import OURS, ROUTER, missing_libraries
+from kvobs.connectors.specs import too_small
 from kvobs.connectors.validation import misplaced
 from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding, unknown
@@ -128,17 +132,32 @@ def _same_class(whole: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(f"{PATH}.connectors[{i}].kv_connector", found, fix="route with kvobs, see --rewrite")
 
 
-def check_memory(whole: Mapping[str, Any], limit: str, shared_limit: str) -> Findings:
-    """Compare what connectors keep in memory with limits of the container, such as 64Gi; empty: not known.
+def check_memory(whole: Mapping[str, Any], flags: Flags) -> Findings:
+    """Compare what connectors keep in memory with limits of the container, such as 64Gi, and with the longest prompt.
 
     vLLM refuses a /dev/shm that is too small: the blocks of tiers are there, and on NVIDIA's and Intel's GPUs all.
     """
     findings, kept = Findings([], []), {"": 0, _CPU: 0, _TIERING: 0}
-    for _, entry in _walk(whole, ""):
+    limit, shared_limit = (flags.environment.get(mark, "") for mark in (MEMORY, SHARED))
+    needed = bytes_of_prompt(flags.options)
+    for path, entry in _walk(whole, ""):
         extra, name = entry.get(PATH), _name(entry)
-        if name in _NUMBERS and isinstance(extra, Mapping) and _is_number(size := extra.get("cpu_bytes_to_use")):
+        if name in _NUMBERS and isinstance(extra, Mapping):
+            each = extra.get("cpu_bytes_to_use_per_rank") if name == _SIMPLE else None
+            size = extra.get("cpu_bytes_to_use") if each is None else each
+            size = int(size or 0) * (1 if each is None else flags.ranks) if _is_number(size) else 0
             spec = str(extra.get("spec_name", _CPU)) if name == "OffloadingConnector" else ""
-            kept[spec] = kept.get(spec, 0) + int(size or 0)
+            kept[spec] = kept.get(spec, 0) + size
+            place = f"{path}.{PATH}.cpu_bytes_to_use"
+            if needed and _SMALL <= size < needed[0]:
+                text = too_small(size, size * needed[1] // needed[0], needed[1])
+                findings.warnings.append(Finding(place, text, fix="give it more, or lower --max-model-len"))
+            is_off = flags.options.get(f"no-{_PREFIXES}") or not is_on(flags.options, _PREFIXES, "on")
+            if name == _SIMPLE and is_off:
+                text = f"{_SIMPLE} does nothing with --no-enable-prefix-caching"
+                findings.warnings.append(
+                    Finding(f"{path}.kv_connector", text, fix="remove that flag, or the connector")
+                )
     total, shared, room = sum(kept.values()), kept[_CPU] + kept[_TIERING], _bytes(shared_limit)
     fix = "raise the limit, or lower cpu_bytes_to_use"
     if total > _bytes(limit):
@@ -152,6 +171,26 @@ def check_memory(whole: Mapping[str, Any], limit: str, shared_limit: str) -> Fin
     return findings
 
 
+def bytes_of_prompt(options: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the bytes and the tokens of the longest prompt, by the model's file on this machine; None if not known.
+
+    Not known are they of a model with layers of several kinds.
+    """
+    try:
+        model = json.loads((Path(str(options["model"])) / "config.json").read_text(encoding="utf-8"))
+        heads = model.get("num_key_value_heads") or model["num_attention_heads"]
+        size = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        of_token = model.get("kv_lora_rank", 0) + model.get("qk_rope_head_dim", 0) or 2 * heads * size
+        tokens = int(options.get("max-model-len") or model["max_position_embeddings"])
+        width = 1 if str(options.get("kv-cache-dtype", "auto")).startswith("fp8") else 2
+        is_plain = not any(
+            model.get(key) for key in ("layer_types", "sliding_window", "text_config", "layers_block_type")
+        )
+        return (model["num_hidden_layers"] * of_token * width * tokens, tokens) if is_plain else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return None
+
+
 def _bytes(limit: str) -> float:
     found = _QUANTITY.fullmatch(limit)
     return float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " ") if found else inf
@@ -163,7 +202,7 @@ _NUMBERS = {
     _SIMPLE: ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "disk_capacity_bytes", "disk_buffer_slots"),
 }
 _ANY_VERSION = {*_NUMBERS["OffloadingConnector"], *_NUMBERS[_SIMPLE], "backends", "secondary_tiers"}
-_SMALL = 1 << 20
+_SMALL, _PREFIXES = 1 << 20, "enable-prefix-caching"
 _EXAMPLE = "such as 10737418240 for 10 GiB"
 _CPU, _TIERING = "CPUOffloadingSpec", "TieringOffloadingSpec"
 _BY_VLLM = {"self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"}

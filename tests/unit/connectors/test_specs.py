@@ -41,3 +41,26 @@ def test_a_size_is_known_if_options_state_all_of_it(name: str, options: Any, cop
     assert not recorder.take().gauges
     sizes.laid_out(CacheLayout((16,), (8 * 16,), is_full=True))
     assert sum(recorder.take().gauges.values()) == tokens
+
+
+TIERS = OF_ALL | {"secondary_tiers": [{"type": "fs"}]}
+
+
+@pytest.mark.parametrize(("name", "options", "longest", "warns"), [
+    ("OffloadingConnector", OF_ALL, 1000, False), ("OffloadingConnector", OF_ALL, 1001, True),
+    ("OffloadingConnector", TIERS, 1001, True), ("OffloadingConnector", TIERS, 1000, False),
+    ("SimpleCPUOffloadConnector", OF_EACH, 2001, True), ("SimpleCPUOffloadConnector", OF_EACH, 2000, False),
+    ("SimpleCPUOffloadConnector", OF_ALL | {"disk_path": "/d"}, 1001, False),
+    ("HF3FSKVConnector", {"hf3fs_file_size": 8000}, 10_000, False),
+])  # fmt: skip
+def test_memory_without_room_for_one_prompt_is_a_warning_with_both_numbers(
+    name: str, options: Any, longest: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the memory of a connector with tiers, too: each prompt goes through it."""
+    transfer = SimpleNamespace(kv_connector_extra_config=options)
+    spec: Any = SimpleNamespace(index=0, name="cpu", connector_class=type(name, (), {}), transfer_config=transfer)
+    with caplog.at_level("WARNING", "vllm.kvobs"):
+        StoreSizes(Recorder(1), [spec], 4, 1, longest).laid_out(CacheLayout((16,), (8 * 16,), is_full=True))
+    said = [message for message in caplog.messages if f"and a prompt may have {longest:,} (max_model_len)" in message]
+    assert bool(said) is warns
+    assert all(f"room for {longest - 1:,} tokens" in message for message in said)

@@ -4,6 +4,7 @@
 # A case is a line.
 import json
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -40,6 +41,7 @@ TWO = one("MultiConnector", '{"connectors": [$NIXL, {"kv_connector": "Offloading
 IN_A_SHELL = f"containers:\n- image: v\n  command: [sh, -c, 'exec vllm serve m {K} \"$KV\"']\n  env: [{{name: KV, value: {json.dumps(one('ExampleConnector'))}}}]\n"
 TIER = '{{"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000, "secondary_tiers": [{{{}}}]}}'
 HTTP = '{"http_port": 1}'
+PER_RANK = one("SimpleCPUOffloadConnector", '{"cpu_bytes_to_use_per_rank": 10000000}')
 MOONCAKE = one("MooncakeConnector", role="kv_consumer")
 
 # Text, exit status, words of findings in their order: mistakes, warnings, unknown; ! is before what is not there.
@@ -117,6 +119,13 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "folded, list": (f"server_args:\n- >\n  --model m\n    {K}\n    '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:")),
     "folded, shell": (f"spec: {{}}\ncontainers:\n- command: [sh, -c]\n  args:\n  - >\n    vllm serve m\n      {K}\n      '{one('ExampleConnector')}'\n", 1, ("mistake: CONFIG: the command ends before --kv-transfer-config: YAML's '>' keeps the break before a deeper-indented line",)),
     "folded alike, shell": (f"containers:\n- command: [sh, -c]\n  args:\n  - >\n    vllm serve m\n    {K}\n    '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:")),
+    # host
+    "ranks": (pod(PER_RANK, ", resources: {limits: {memory: 60Mi}}").replace('"m", ', '"m", "-tp", "8", '), 1, ("mistake: resources.limits.memory: found 60Mi, while connectors keep 80,000,000 bytes",)),
+    "one rank": (pod(PER_RANK, ", resources: {limits: {memory: 60Mi}}"), 0, ("!resources.limits",)),
+    "ranks that are not known": (pod(PER_RANK, ", resources: {limits: {memory: 60Mi}}").replace('"m", ', '"m", "-tp", "$TP", '), 0, ("!resources.limits",)),
+    "no prefix caching": (f"vllm serve m --no-enable-prefix-caching {K} '{PER_RANK}'", 0, ("warning: kv_connector: SimpleCPUOffloadConnector does nothing with --no-enable-prefix-caching",)),
+    "no prefix caching in YAML": (f"enable_prefix_caching: false\nkv_transfer_config: {PER_RANK}\n", 0, ("does nothing with --no-enable-prefix-caching",)),
+    "prefix caching": (f"vllm serve m --enable-prefix-caching {K} '{PER_RANK}'", 0, ("!does nothing",)),
 }  # fmt: skip
 
 
@@ -158,3 +167,23 @@ def test_rewrite_prints_each_engine_by_its_place_or_one() -> None:
     part = CliRunner().invoke(app, ["check", text.replace(json.dumps(NIXL), '"$KV"'), "--rewrite"])
     assert (part.exit_code, [*json.loads(part.stdout)]) == (1, ["b"])
     assert "a\n\nunknown: CONFIG: --kv-transfer-config has $KV" in part.stderr
+
+
+@pytest.mark.parametrize(("more", "length", "warns"), [
+    ({}, 1000, True), ({}, 800, False), ({"layer_types": ["full", "sliding"]}, 1000, False), ({"num_hidden_layers": "x"}, 1000, False),
+])  # fmt: skip
+def test_memory_without_room_for_one_prompt_is_a_warning_if_the_model_is_here(
+    more: dict[str, Any], length: int, warns: bool, tmp_path: Path
+) -> None:
+    model = {
+        "num_hidden_layers": 10,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 9000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model | more))
+    config = one("OffloadingConnector", '{"cpu_bytes_to_use": 10000000}')
+    result = CliRunner().invoke(app, ["check", f"vllm serve {tmp_path} --max-model-len {length} {K} '{config}'"])
+    words = "its 10,000,000 bytes of memory (cpu_bytes_to_use) have room for 976 tokens, and a prompt may have 1,000 (max_model_len)"
+    assert (words in result.output) is warns, result.output
