@@ -14,6 +14,7 @@ from dashboards.alerts import ALERTS
 from dashboards.site import Site, thresholds
 from docs.deviations import DEVIATIONS
 from docs.house import PACKAGE, TIERS
+from docs.kinds import kinds_table
 from docs.pages import ROOT, table
 from kvobs.cli.top.screen import MEANINGS
 from kvobs.schema.options import Options
@@ -356,6 +357,7 @@ def listing(fault: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "options": options,
+    "check-kinds": kinds_table,
     "metrics": metrics,
     "spans": spans,
     "attributes": attributes,
