@@ -185,10 +185,10 @@ redis: ## Install Redis's server, in which Redhare keeps its keys, where it is m
 	@command -v redis-server >/dev/null || { apt-get -q update && apt-get -q install --yes --no-install-recommends redis-server; } \
 		|| { echo "Redhare needs redis-server: install it, and have it on the PATH"; false; }
 
-promtool: ## Install Prometheus and VictoriaMetrics, whose tools check metrics and rules, where they are missing
-	@command -v promtool victoria-metrics >/dev/null && command -v victoria-metrics >/dev/null \
-		|| { apt-get -q update && apt-get -q install --yes --no-install-recommends prometheus victoria-metrics; } \
-		|| { echo "The tests need promtool, of Prometheus, and victoria-metrics: install them, on the PATH"; false; }
+promtool: ## Install Prometheus and VictoriaMetrics, whose tools check metrics and rules, and jq, where they are missing
+	@command -v promtool >/dev/null && command -v victoria-metrics >/dev/null && command -v jq >/dev/null \
+		|| { apt-get -q update && apt-get -q install --yes --no-install-recommends prometheus victoria-metrics jq; } \
+		|| { echo "The tests need promtool, of Prometheus, victoria-metrics and jq: install them, on the PATH"; false; }
 
 # Debian's next release has a newer one, which is unpacked here: the system keeps its own, and its lists of packages.
 PROMETHEUS3 := .hosts/prometheus3

@@ -87,9 +87,9 @@ def parse(text: str, place: str = "", environment: Mapping[str, str] = {}) -> li
             kind = NotKnownError if DYNAMO_VLLM in text else ValueError
             raise kind("the line has no --kv-transfer-config that can be read; if it has --config, check that file")
     config, _ = launch.read_json(text)
-    is_document = isinstance(config, dict) and _KEYS.isdisjoint(config)
-    sources = list(_engines(config, place, environment)) if is_document else []
-    return sources or [launch.source_of(text, {}, environment, place)]
+    if isinstance(config, dict) and _KEYS.isdisjoint(config) and (engines := _found_in([config], place, environment)):
+        return engines
+    return [launch.source_of(text, {}, environment, place)]
 
 
 def _has_any(text: str) -> bool:
@@ -141,8 +141,7 @@ def _read_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[So
         if not re.search(r"kv[-_](?:transfer|connector)", text):
             raise NotKnownError("the text is no configuration, and has none") from None
         raise ValueError(f"the configuration is neither JSON nor valid YAML: {' '.join(str(error).split())}") from None
-    environment = {**environment, **({marks.ELSEWHERE: "1"} if _IN_AN_IMAGE.search(dumped) else {})}
-    sources = [source for node in documents for source in _engines(node, place or _name_of(node), environment)]
+    sources = _found_in(documents, place, environment)
     if not sources:
         if made := _MAKES.search(dumped):
             raise NotKnownError(f"{made[1]!r} is no option of vLLM: a chart or a program makes the configuration of it")
@@ -151,6 +150,16 @@ def _read_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[So
         raise ValueError("the YAML has neither a key 'kv-transfer-config' or 'kv_connector' nor a --kv-transfer-config")
     warnings = tuple(launch.repetition("YAML", key, "mapping") for key in loader.repeated)
     return [source._replace(warnings=warnings + source.warnings) for source in sources]
+
+
+def _found_in(documents: list[Any], place: str, environment: Mapping[str, str]) -> list[Source]:
+    """Return the engines in a file's documents; of objects of Kubernetes without one, that it is so."""
+    dumped = json.dumps(documents, default=str)
+    environment = {**environment, **({marks.ELSEWHERE: "1"} if _IN_AN_IMAGE.search(dumped) else {})}
+    sources = [source for node in documents for source in _engines(node, place or _name_of(node), environment)]
+    if not sources and '"apiVersion": ' in dumped and not (_MAKES.search(dumped) or _SET_ELSEWHERE.search(dumped)):
+        raise NotKnownError(f"the objects have no engine with a --{OPTION}")
+    return sources
 
 
 def _name_of(document: Any) -> str:

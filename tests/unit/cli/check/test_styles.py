@@ -154,7 +154,7 @@ FILES: dict[str, tuple[str, Verdict]] = {
         kind: Job
         metadata: {name: download}
         spec: {template: {spec: {containers: [{name: d, image: python, command: [hf, download, m]}]}}}
-        """, Verdict(1, mistakes=1, words=("the YAML has neither",))),
+        """, Verdict(1, unknown=1, words=("have no engine",))),
     # charts
     "chart, two roles": ("""
         prefill:
