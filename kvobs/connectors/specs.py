@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType
@@ -84,17 +85,17 @@ def _words(connector_class: type) -> frozenset[str]:
             continue
         seen.add(id(each))
         for method in vars(each).values() if isinstance(each, type) else [each]:
-            function = getattr(method, "__func__", getattr(method, "fget", method))
-            named = getattr(function, "__globals__", {})
-            codes = [getattr(function, "__code__", None)]
-            while codes:
-                if isinstance(code := codes.pop(), tuple):
-                    codes += code
-                elif isinstance(code, str):
-                    words.add(code)
-                elif isinstance(code, CodeType):
-                    codes += code.co_consts
-                    todo += [found for name in code.co_names if callable(found := named.get(name))]
+            with suppress(Exception):  # of an object that another package has among its methods
+                function = getattr(method, "__func__", getattr(method, "fget", method))
+                named, codes = getattr(function, "__globals__", {}), [getattr(function, "__code__", None)]
+                while codes:
+                    if isinstance(code := codes.pop(), tuple | frozenset):
+                        codes += code
+                    elif isinstance(code, str):
+                        words.add(code)
+                    elif isinstance(code, CodeType):
+                        codes += code.co_consts
+                        todo += [found for name in code.co_names if callable(found := named.get(name))]
     return frozenset(words)
 
 

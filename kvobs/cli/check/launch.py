@@ -33,6 +33,7 @@ _BARE = re.compile(rf"({_TEXT})|[\w.+-]*(?:{UNKNOWN.pattern})(?:{UNKNOWN.pattern
 _FACTORS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
 _JSON = "it needs double quotes around names and texts, and has no comments and no comma before a closing bracket"
 _QUOTED = "the single quotes around it reach vLLM: no shell removes them here"
+_STANDS_FOR_JSON = re.compile(r"\s*(?:<.*>|\{?\s*\.{3}\s*\}?|[A-Z][A-Z_]+)\s*", re.DOTALL)  # in a usage text
 _STANDS_FOR_IT = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}  # what clashes with nothing
 
 
@@ -88,7 +89,9 @@ def read_json(text: str) -> tuple[Any, list[str]]:
     except RecursionError:
         raise ValueError("the configuration is nested too deeply") from None
     except ValueError as error:
-        if names := unknown_in(text):
+        if names := unknown_in(text) or (
+            _STANDS_FOR_JSON.fullmatch(text) and f"{text}, which stands for a configuration"
+        ):
             raise NotKnownError(f"--{OPTION} has {names}") from None
         why = _QUOTED if re.fullmatch(r"\s*'.*'\s*", text, re.DOTALL) else _JSON
         raise ValueError(f"the configuration is not valid JSON: {error}; {why}") from None
@@ -174,6 +177,7 @@ _PART = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|\\(\r?\n|.)""", re.DOTALL)
 _WORD = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\(?:\r\n|.)|\$\([^()]*\)|\$\(|[^\s;&|()'"\\])+"""
 _TOKEN = re.compile(rf"([;&|\n]+)|\\\r?\n|#(?:\\\r?\n|[^\n])*|({_WORD})|([()])|(['\"])", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*|\{.*\}))?\})", re.DOTALL)
+_SAYS = ("echo", "printf", "cat", "log", "info", "warn", "error", "die")
 _APOSTROPHE = re.compile(r"(?<=[a-zA-Z])'(?=[a-z]{1,2}\b)")  # of prose
 
 
@@ -202,7 +206,7 @@ def read_script(text: str, place: str, environment: Mapping[str, str], *, is_fol
             yield Source(place=place, problem=problem, fix="indent its lines alike, or use '|' and end each with '\\'")
         elif any(map(HAS_OPTION.match, words)) or (DYNAMO_VLLM in words and "--connector" in words):
             yield from attempt(place, read_words, words, place, variables)
-        for word in words:  # a line for another shell: bash -c, ssh
+        for word in () if words[0] in _SAYS else words:  # a line for another shell: bash -c, ssh
             if HAS_OPTION.search(word) and STARTS_VLLM.search(word) and " " in word:
                 yield from read_script(word, place, variables)
         for name, value in values.items():
@@ -218,7 +222,10 @@ def _commands(text: str) -> Iterator[tuple[list[str], bool]]:
     for token in _TOKEN.finditer(f"{text}\n;"):
         end, word, bracket, quote = token.groups()
         if quote:
-            raise ValueError("the line has a quote that is not closed")
+            kind = (
+                NotKnownError if "\n" in text.replace("\\\n", "").strip() else ValueError
+            )  # a script may have more syntax
+            raise kind("the line has a quote that is not closed")
         if word:
             words.append(_PART.sub(_unquoted, word))
         elif bracket:

@@ -69,7 +69,7 @@ class CheckResult:
         """Add findings, each once: a missing library is reported, not the import error that it causes."""
         refused = {finding.path for finding in self.mistakes if finding.path.endswith("kv_connector")}
         found = [finding for finding in self._locate(mistakes) if finding.path not in refused]
-        older = [finding for finding in found if self.is_elsewhere and finding.found == validation.GONE]
+        older = [finding for finding in found if self.is_elsewhere and _is_of_a_version(finding)]
         self.mistakes += [finding for finding in found if finding not in older]
         self.warnings += [*older, *self._locate(warnings)]
         self.mistakes, self.warnings = list(dict.fromkeys(self.mistakes)), list(dict.fromkeys(self.warnings))
@@ -94,3 +94,9 @@ class CheckResult:
             path = (inner.removeprefix(".") or "kv_connector") if is_inner else finding.path
             if not any(re.match(rf"{re.escape(hole)}(?![\w-])", path) for hole in self.holes):
                 yield replace(finding, path=path)
+
+
+def _is_of_a_version(finding: Finding) -> bool:
+    """Return whether another vLLM than that here may take what is found: no name that is nearly right."""
+    is_foreign = finding.found == "unknown key" and not finding.fix.startswith("use ")
+    return is_foreign or finding.found == validation.GONE

@@ -204,7 +204,7 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
         yield Source(place=place, problem=f"{problem}; write '--{OPTION}=...', or the value as the next argument")
     elif _is_config(node):
         yield from launch.attempt(place, launch.source_of, node, {}, environment, place)
-    elif options.get(OPTION) is not None or options.get(SIZE) is not None:
+    elif options.get(OPTION) not in (None, "") or options.get(SIZE) not in (None, ""):
         options |= {LAUNCHER: RAY} if RAY in place else {}
         yield from launch.attempt(place, launch.source_of, options.get(OPTION), options, environment, place)
     else:

@@ -101,8 +101,17 @@ class Scheduler:
         return [params[key] for key in ("remote_host", "remote_port")] if params.get("do_remote_prefill") else None
 
 
+class Odd:
+    """An object that breaks where it is looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 class Outer:
     """Builds it."""
+
+    odd = Odd()
 
     def __init__(self) -> None:
         self.scheduler = Scheduler()

@@ -25,8 +25,8 @@ BASH, SH = ("bash", "-eo", "pipefail", "-c"), ("sh", "-c")
 
 def run(command: str, folder: Path, given: str = "", shell: tuple[str, ...] = BASH) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    arguments: Any = {"cwd": folder, "input": given, "env": env, "timeout": 300, "check": False}
-    return subprocess.run([*shell, command], capture_output=True, text=True, **arguments)
+    arguments: Any = {"cwd": folder, "input": given, "env": env, "timeout": 300}
+    return subprocess.run([*shell, command], capture_output=True, text=True, check=False, **arguments)
 
 
 @pytest.mark.parametrize(("text", "status"), [(GOOD, 0), (BAD, 1), (pod(NIXL), 0)])

@@ -216,3 +216,27 @@ def test_a_vllm_that_can_not_be_imported_is_a_warning(tmp_path: Path, is_stderr_
     assert "warning: vLLM: can't be imported here" in result.stdout
     assert "OSError: libcuda.so.1 is missing" in result.stdout
     assert result.stdout.splitlines()[-1] == "no mistakes, 1 warning; the connectors' classes were not checked"
+
+
+MEASURED = """
+import os, resource, sys
+before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+from kvobs.cli import app
+try:
+    app()
+except SystemExit:
+    pass
+assert not {"torch", "vllm", "numpy"} & sys.modules.keys(), sys.modules.keys()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_utime - before, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("connector", ["NixlConnector", "OffloadingConnector", "MoRIIOConnector"])
+def test_a_configuration_is_checked_in_a_second_and_a_half_without_torch(connector: str, tmp_path: Path) -> None:
+    """Of this process's own time: others may have the processors."""
+    file = tmp_path / "kvobs.json"
+    file.write_text(
+        json.dumps({"kv_connector": connector, PATH: {"cpu_bytes_to_use": 1 << 30, "http_port": 1}, **BOTH})
+    )
+    result = process(sys.executable, "-c", MEASURED, "check", str(file))
+    assert float(result.stderr) < 1.5

@@ -114,6 +114,13 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "markdown": (f"# Serving\n\nNote: it's easy.\n\n```bash\nvllm serve m {K} '{one('ExampleConnector')}'\n```\n", 0, ("kvobs is not in this configuration", "!mistake:")),
     "another server": (f"python -m atom.entrypoints.openai_server --model m {K} '{one('lmcache_offload', role='offload')}'", 0, ("unknown: CONFIG: the command starts atom.entrypoints, which is not vLLM", "!mistake:")),
     "python": ("import os\nfrom vllm import LLM\nllm = LLM('m', kv_transfer_config=KVTransferConfig(kv_connector='NixlConnector'))\n", 0, ("unknown: CONFIG: a Python program makes the configuration", "!mistake:")),
+    "usage text": (f"#!/bin/sh\necho \"Usage: vllm serve MODEL {K} CONFIG\"\nvllm serve m {K} '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:")),
+    "placeholder": (f"vllm serve m {K} '{{...}}'", 0, ("unknown: CONFIG: --kv-transfer-config has {...}, which stands for a configuration",)),
+    "a file instead": (f"vllm serve m {K} kv.json", 1, ("mistake: CONFIG: the configuration is not valid JSON",)),
+    "a script's own syntax": (f"x=${{y//\"/}}\nvllm serve m {K} '{NIXL}'\n", 0, ("!mistake:",)),
+    "empty default": ("image: v\nkv-transfer-config: ''\nnixl: {enabled: false}\n", 0, ("unknown: CONFIG: 'nixl' is no option", "!mistake:")),
+    "key of a newer vLLM, in an image": (pod('{"kv_new_thing": 1, ' + one("ExampleConnector")[1:]), 0, ("warning: kv_new_thing: unknown key",)),
+    "misspelt key in an image": (pod('{"kv_rol": 1, ' + one("ExampleConnector")[1:]), 1, ("mistake: kv_rol: unknown key",)),
     # lines
     "folded, compose": (f"services:\n  a:\n    image: v\n    network_mode: host\n    command: >\n      vllm serve m\n        --port 1\n        {K}\n        '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:", "!CONFIG")),
     "folded, list": (f"server_args:\n- >\n  --model m\n    {K}\n    '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:")),
