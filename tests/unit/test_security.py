@@ -86,6 +86,10 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
     assert loads == {
         ("launch.py", "json.loads(whole, object_pairs_hook=unique)"),  # the configuration, for the command kvobs check
         ("launch.py", "json.loads(json.dumps(config, default=str))"),
+        (
+            "rules.py",
+            "json.loads((Path(str(options['model'])) / 'config.json').read_text(encoding='utf-8'))",
+        ),  # a model's
         ("live.py", "json.loads(text)"),  # Prometheus's answers, for kvobs check --prometheus
         ("wire.py", "json.loads(line)"),  # what EngineCore and its exporter send each other
         ("black_box.py", "json.loads(about)"),  # the description of an engine's process, of this user

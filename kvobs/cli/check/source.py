@@ -5,9 +5,11 @@ A text is JSON, a shell's line or script, or YAML with engines anywhere in it: v
 
 import json
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ _FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTIL
 _IS_CONFIG = re.compile(r"""(?ms)^\s*(?:\{.*"kv_connector|kv[-_](?:connector|transfer[-_]config)["']?\s*:)""")
 _IS_FLOW = re.compile(r"\s*\{\s*kv_connector:\s")  # of YAML, for another program than vLLM
 _IN_AN_IMAGE = re.compile(r'"(?:apiVersion|image|repository|build|container|container_?[iI]mage|image_?[nN]ame)": ')
+_BARE = re.compile(r"--kv[-_]transfer[-_]config[ =](?=\{)")
 _KEYS = {"kv_connector", "kv_connector_module_path", "kv_role", PATH}
 """Each makes an object a configuration, which may lack the first."""
 _SHELL_KEYS = {"run", "script", "before_script", "commands"}  # of CI
@@ -136,7 +139,7 @@ def _read_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[So
             found = "the file is a template, whose values are not known here: give the output of `helm template`"
             raise NotKnownError(found) from None
         sources = launch.attempt(place, launch.read_script, text, place, environment)  # a rule of make begins likewise
-        if sources and not any(source.problem for source in sources):
+        if sources and not any(source.problem or "quote" in source.unknown for source in sources):
             return sources
         if not re.search(r"kv[-_](?:transfer|connector)", text):
             raise NotKnownError("the text is no configuration, and has none") from None
@@ -174,6 +177,10 @@ def _engines(node: Any, place: str, environment: Mapping[str, str], *, in_shell:
         text: str = _expanded(node, environment)
         if isinstance(node, _Folded):
             text = _Folded(text) if in_shell or place.rpartition(".")[2] in _SHELL_KEYS else re.sub(r"\s+", " ", text)
+        if (bare := _BARE.search(text)) and not in_shell and "\n" not in text.strip():
+            with suppress(ValueError):  # a program that splits at white space takes JSON without quotes around it
+                end = json.JSONDecoder().raw_decode(text, bare.end())[1]
+                text = f"{text[: bare.end()]}{shlex.quote(text[bare.end() : end])}{text[end:]}"
         is_line = HAS_OPTION.search(text) and re.search(r"[=\s]", text.strip())
         if is_line or _IS_CONFIG.search(text):  # also a file in a ConfigMap, or the value of a patch
             yield from launch.attempt(place, parse, text, place, environment)
@@ -194,7 +201,7 @@ def _engines(node: Any, place: str, environment: Mapping[str, str], *, in_shell:
 def _expanded(text: str, environment: Mapping[str, str]) -> str:
     """Return a text with defaults in the place of variables, and what Kubernetes replaces by the container's own."""
     text = re.sub(r"\$\((\w+)\)", lambda match: environment.get(match[1], match[0]), text)
-    return launch.substitute(text, {})
+    return launch.substitute(text.replace("$$", "$"), {})  # what compose and Kubernetes write for one
 
 
 def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]) -> Iterator[Source]:
@@ -222,11 +229,18 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
             where = f"{place}.{key}".lstrip(".")
             if key in _MADE and value:
                 yield Source(place=where, unknown=_MADE[key])
-            elif key == "env":  # what a command of this container uses is looked at there
-                others = [each for each in _list(value) if not (isinstance(each, dict) and each.get("name") in used)]
-                yield from _engines(others if isinstance(value, list) else value, where, environment)
+            elif key in ("env", "environment") and isinstance(value, dict | list):
+                # What a command of this container uses is looked at there.
+                pairs = value.items() if isinstance(value, dict) else [(_name_in(each), each) for each in value]
+                others = {name: each for name, each in pairs if name not in used}
+                yield from _engines(others if isinstance(value, dict) else [*others.values()], where, environment)
             elif key != "annotations":  # kubectl keeps a copy of the manifest there
                 yield from _engines(value, where, environment)
+
+
+def _name_in(variable: Any) -> str:
+    """Return the name of a variable in a list of these."""
+    return str(variable.get("name") if isinstance(variable, dict) else variable).partition("=")[0]
 
 
 def _is_config(node: Mapping[Any, Any]) -> bool:

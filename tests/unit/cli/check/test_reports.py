@@ -121,6 +121,9 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "empty default": ("image: v\nkv-transfer-config: ''\nnixl: {enabled: false}\n", 0, ("unknown: CONFIG: 'nixl' is no option", "!mistake:")),
     "key of a newer vLLM, in an image": (pod('{"kv_new_thing": 1, ' + one("ExampleConnector")[1:]), 0, ("warning: kv_new_thing: unknown key",)),
     "misspelt key in an image": (pod('{"kv_rol": 1, ' + one("ExampleConnector")[1:]), 1, ("mistake: kv_rol: unknown key",)),
+    "escaped for compose": ("services:\n  a:\n    image: v\n    command: [sh, -c, 'vllm serve m --kv-transfer-config \"$$KV\"']\n    environment: {KV: " + json.dumps(json.dumps(json.loads(one("ExampleConnector")))) + "}\n", 0, ("!not known", "!engines:", "no mistakes")),
+    "JSON without quotes": ("vllmArgs: " + json.dumps(f"{K} {one('ExampleConnector')} --port 8000") + "\n", 0, ("!mistake:", "kvobs is not in this configuration")),
+    "JSON without quotes, shell": (f"vllm serve m {K} {one('ExampleConnector')}", 1, ("mistake: CONFIG: the configuration is not valid JSON",)),
     # lines
     "folded, compose": (f"services:\n  a:\n    image: v\n    network_mode: host\n    command: >\n      vllm serve m\n        --port 1\n        {K}\n        '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:", "!CONFIG")),
     "folded, list": (f"server_args:\n- >\n  --model m\n    {K}\n    '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:")),
