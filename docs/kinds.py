@@ -135,7 +135,7 @@ KINDS: dict[str, Kind] = {
     # what is not known
     "library in an image": Kind("the image", UNKNOWN, r"not installed here\. Fix: check in the image|does not have\. Fix: check in|\. Fix: check in the image", pod(one("LMCacheConnectorV1")), pod(CPU)),
     "class that is not read": Kind("the class's source", UNKNOWN, r"can't be read from the source", router(one("Mine").replace('{"kv', '{"kv_connector_module_path": "json", "kv', 1)), router(CPU)),
-    "variable": Kind("values", UNKNOWN, r"whose value is not known here|in parts|which may have --kv", f"vllm serve m {K} \"$KV\"", line(NIXL)),
+    "variable": Kind("values", UNKNOWN, r"whose value is not known here|a value that is not|in parts|which may have --kv", f"vllm serve m {K} \"$KV\"", line(NIXL)),
     "template": Kind("templates", UNKNOWN, r"the file is a template", "args:\n{{- if .Values.x }}\n- a\n{{- end }}\n", line(NIXL)),
     "form": Kind("the command", UNKNOWN, r"in a form that is not known here|a quote that is not closed|the text is no configuration|the line has no|the objects have no engine", f"start.sh \"--log {K} x\"", line(NIXL)),
     "maker": Kind("who makes the configuration", UNKNOWN, r"makes (?:a|the) (?:--kv|configuration)|makes the configuration", "python3 -m dynamo.vllm --connector kvbm", line(NIXL)),

@@ -31,7 +31,6 @@ SHARED = "kvobs shared memory limit"  # the same of its /dev/shm
 _NUMBERS = {
     *("port", "api-server-count", "data-parallel-size", "data-parallel-size-local", "data-parallel-rpc-port"),
     "pipeline-parallel-size",
-    "tensor-parallel-size",
 }
 _SHORT = {
     "asc": "api-server-count", "dp": "data-parallel-size", "dpe": "data-parallel-external-lb",

@@ -212,8 +212,7 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
     elif _is_config(node):
         yield from launch.attempt(place, launch.source_of, node, {}, environment, place)
     elif options.get(OPTION) not in (None, "") or options.get(SIZE) not in (None, ""):
-        options |= {LAUNCHER: RAY} if RAY in place else {}
-        yield from launch.attempt(place, launch.source_of, options.get(OPTION), options, environment, place)
+        yield from _of_options(options, place, environment)
     else:
         environment = {**environment, **_about(node, environment)}
         match node:
@@ -236,6 +235,16 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
                 yield from _engines(others if isinstance(value, dict) else [*others.values()], where, environment)
             elif key != "annotations":  # kubectl keeps a copy of the manifest there
                 yield from _engines(value, where, environment)
+
+
+def _of_options(options: Mapping[str, Any], place: str, environment: Mapping[str, str]) -> Iterator[Source]:
+    """Yield the configuration among vLLM's options; of the others those that are known."""
+    options = {key: each for key, each in options.items() if key == OPTION or not launch.UNKNOWN.search(str(each))}
+    options |= {LAUNCHER: RAY} if RAY in place else {}
+    if OPTION in options or SIZE in options:
+        yield from launch.attempt(place, launch.source_of, options.get(OPTION), options, environment, place)
+    else:
+        yield Source(place=place, unknown=f"--{SIZE} has a value that is not known here")
 
 
 def _name_in(variable: Any) -> str:

@@ -124,6 +124,8 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "escaped for compose": ("services:\n  a:\n    image: v\n    command: [sh, -c, 'vllm serve m --kv-transfer-config \"$$KV\"']\n    environment: {KV: " + json.dumps(json.dumps(json.loads(one("ExampleConnector")))) + "}\n", 0, ("!not known", "!engines:", "no mistakes")),
     "JSON without quotes": ("vllmArgs: " + json.dumps(f"{K} {one('ExampleConnector')} --port 8000") + "\n", 0, ("!mistake:", "kvobs is not in this configuration")),
     "JSON without quotes, shell": (f"vllm serve m {K} {one('ExampleConnector')}", 1, ("mistake: CONFIG: the configuration is not valid JSON",)),
+    "a template's numbers": (f"tensor_parallel_size: '{{{{ tp }}}}'\nport: ${{PORT}}\nkv_transfer_config: {one('ExampleConnector')}\n", 0, ("!mistake:", "kvobs is not in this configuration")),
+    "a template's size": ("kv_offloading_size: '{{ size }}'\n", 0, ("unknown: CONFIG: --kv-offloading-size has a value that is not known here", "!mistake:")),
     # lines
     "folded, compose": (f"services:\n  a:\n    image: v\n    network_mode: host\n    command: >\n      vllm serve m\n        --port 1\n        {K}\n        '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:", "!CONFIG")),
     "folded, list": (f"server_args:\n- >\n  --model m\n    {K}\n    '{one('ExampleConnector')}'\n", 0, ("kvobs is not in this configuration", "!mistake:")),
