@@ -222,10 +222,8 @@ def _commands(text: str) -> Iterator[tuple[list[str], bool]]:
     for token in _TOKEN.finditer(f"{text}\n;"):
         end, word, bracket, quote = token.groups()
         if quote:
-            kind = (
-                NotKnownError if "\n" in text.replace("\\\n", "").strip() else ValueError
-            )  # a script may have more syntax
-            raise kind("the line has a quote that is not closed")
+            is_script = "\n" in text.replace("\\\n", "").strip()  # which may have more syntax than is read here
+            raise (NotKnownError if is_script else ValueError)("the line has a quote that is not closed")
         if word:
             words.append(_PART.sub(_unquoted, word))
         elif bracket:

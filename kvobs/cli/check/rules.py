@@ -41,7 +41,7 @@ def check_entries(whole: Mapping[str, Any], *, is_stock: bool, is_elsewhere: boo
     ``is_stock``: vLLM's own router is in the configuration as it is. ``is_elsewhere``: another vLLM may read it.
     """
     findings = Findings([], [*misplaced(whole, "")])
-    for path, entry in _walk(whole, ""):
+    for path, entry in entries(whole):
         module = entry.get("kv_connector_module_path")
         if module is None or str(module).startswith("lmcache."):
             _check_own_options(findings, entry, path, is_elsewhere)
@@ -52,19 +52,14 @@ def check_entries(whole: Mapping[str, Any], *, is_stock: bool, is_elsewhere: boo
     return findings
 
 
-def entries(whole: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place and entry of each connector of a configuration, given as kvobs would get it."""
-    return _walk(whole, "")
-
-
-def _walk(parent: Mapping[str, Any], path: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place and entry of each connector, also of those within a connector."""
+def entries(parent: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the place and entry of each connector of a configuration, as kvobs would get it, also of inner ones."""
     for i, entry in enumerate(_connectors(parent)):
         if isinstance(entry, Mapping):
             place = f"{path}{PATH}.connectors[{i}]"
             yield place, entry
             if entry.get("kv_connector") == ROUTER and depth < _DEEPEST:
-                yield from _walk(entry, f"{place}.", depth + 1)
+                yield from entries(entry, f"{place}.", depth + 1)
 
 
 def _connectors(parent: Mapping[str, Any]) -> list[Any]:
@@ -80,7 +75,7 @@ def _name(entry: Any) -> str | None:
 
 def missing_libraries_of(whole: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield the libraries that vLLM's connectors need, and that are missing here."""
-    for path, entry in _walk(whole, ""):
+    for path, entry in entries(whole):
         name = _name(entry) or ""
         for need in missing_libraries(name) if entry.get("kv_connector_module_path") is None else ():
             found = f"found {name!r}, which needs {need.modules[0]!r}, which is not installed here"
@@ -89,7 +84,7 @@ def missing_libraries_of(whole: Mapping[str, Any]) -> Iterator[Finding]:
 
 def ignored_variables(whole: Mapping[str, Any], environment: Iterable[str]) -> Iterator[Finding]:
     """Warn of the engine's variables that a connector of the installed vLLM reads no more."""
-    for _, entry in _walk(whole, ""):
+    for _, entry in entries(whole):
         options = options_of(_name(entry) or "") if entry.get("kv_connector_module_path") is None else None
         for variable in sorted(options.ignored.keys() & environment) if options else ():
             text = f"has no effect: {_name(entry)} of vLLM {vllm_source.vllm_version()} ignores it"
@@ -140,7 +135,7 @@ def check_memory(whole: Mapping[str, Any], flags: Flags) -> Findings:
     findings, kept = Findings([], []), {"": 0, _CPU: 0, _TIERING: 0}
     limit, shared_limit = (flags.environment.get(mark, "") for mark in (MEMORY, SHARED))
     needed = bytes_of_prompt(flags.options)
-    for path, entry in _walk(whole, ""):
+    for path, entry in entries(whole):
         extra, name = entry.get(PATH), _name(entry)
         if name in _NUMBERS and isinstance(extra, Mapping):
             each = extra.get("cpu_bytes_to_use_per_rank") if name == _SIMPLE else None

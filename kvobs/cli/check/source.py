@@ -253,7 +253,7 @@ def _name_in(variable: Any) -> str:
 
 
 def _is_config(node: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping is a configuration: one of defaults has more keys that are none of vLLM's."""
+    """Return whether a mapping is a configuration: in a mapping of defaults vLLM does not know most keys."""
     foreign = [key for key in node if key not in TransferConfig.model_fields and not str(key).startswith("kv")]
     return not _KEYS.isdisjoint(node) and 2 * len(foreign) < len(node)
 

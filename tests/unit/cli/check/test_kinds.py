@@ -1,20 +1,13 @@
 """Each kind of finding has a row, an input that has it, and one that does not: docs/check.md shows them."""
 
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
 from docs import kinds
 from docs.kinds import KINDS, NIXL, kind_of, main, texts
-from tests.support.contexts import no_otel_variables
 
-
-@pytest.fixture(autouse=True)
-def _bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens, and no variable is set."""
-    no_otel_variables(monkeypatch)
-    monkeypatch.setattr("kvobs.cli.check.check.listen", Mock())
+pytestmark = pytest.mark.usefixtures("bare_machine")
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.wrong])

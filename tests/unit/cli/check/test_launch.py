@@ -5,7 +5,6 @@
 import json
 import os
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +12,8 @@ from typer.testing import CliRunner
 from kvobs.cli import app
 from kvobs.demo.run import ON_A_GPU
 from kvobs.export.http_server import LESS_OPEN
-from tests.support.contexts import no_otel_variables
+
+pytestmark = pytest.mark.usefixtures("bare_machine")
 
 BOTH = '"kv_role": "kv_both"'
 NIXL = f'{{"kv_connector": "NixlConnector", {BOTH}}}'
@@ -248,13 +248,6 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "kvbm without dynamo": (f"DYN_KVBM_CPU_CACHE_GB=9 vllm serve m {K} '{PD}'", 1, (PD_OFF, NO_KVBM)),
     "dynamo's manifest": (f"kind: DynamoGraphDeployment\nspec: {{services: {{Decode: {{extraPodSpec: {{mainContainer: {{" f"command: [python3, -m, dynamo.vllm], args: {args(K, OURS)}}}}}}}}}}}\n", 1, (DYNAMO,)),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens, and no variable is set."""
-    no_otel_variables(monkeypatch)
-    monkeypatch.setattr("kvobs.cli.check.check.listen", Mock())
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -5,13 +5,13 @@
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
 from kvobs.cli import app
-from tests.support.contexts import no_otel_variables
+
+pytestmark = pytest.mark.usefixtures("bare_machine")
 
 K = "--kv-transfer-config"
 
@@ -139,13 +139,6 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "no prefix caching in YAML": (f"enable_prefix_caching: false\nkv_transfer_config: {PER_RANK}\n", 0, ("does nothing with --no-enable-prefix-caching",)),
     "prefix caching": (f"vllm serve m --enable-prefix-caching {K} '{PER_RANK}'", 0, ("!does nothing",)),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens, and no variable is set."""
-    no_otel_variables(monkeypatch)
-    monkeypatch.setattr("kvobs.cli.check.check.listen", Mock())
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -10,13 +10,13 @@ import json
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
 from kvobs.cli import app
-from tests.support.contexts import no_otel_variables
+
+pytestmark = pytest.mark.usefixtures("bare_machine")
 
 
 class Verdict(NamedTuple):
@@ -490,13 +490,6 @@ FILES: dict[str, tuple[str, Verdict]] = {
             - {type: decode, image: v, config: {kv-transfer-config: '{"kv_connector":"MooncakeConnector","kv_role":"kv_consumer"}'}}
         """, Verdict(2, unknown=1, words=("which can't hand KV over to each other",))),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens, and no variable is set."""
-    no_otel_variables(monkeypatch)
-    monkeypatch.setattr("kvobs.cli.check.check.listen", Mock())
 
 
 @pytest.mark.parametrize("kind", FILES)
