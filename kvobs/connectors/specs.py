@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from functools import cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from kvobs.log import log
+from kvobs.log import once
 from kvobs.schema import signals
 from kvobs.state.events import Observer
 
@@ -86,17 +87,27 @@ def _words(connector_class: type) -> frozenset[str]:
         seen.add(id(each))
         for method in vars(each).values() if isinstance(each, type) else [each]:
             with suppress(Exception):  # of an object that another package has among its methods
-                function = getattr(method, "__func__", getattr(method, "fget", method))
-                named, codes = getattr(function, "__globals__", {}), [getattr(function, "__code__", None)]
-                while codes:
-                    if isinstance(code := codes.pop(), tuple | frozenset):
-                        codes += code
-                    elif isinstance(code, str):
-                        words.add(code)
-                    elif isinstance(code, CodeType):
-                        codes += code.co_consts
-                        todo += [found for name in code.co_names if callable(found := named.get(name))]
+                texts, named = _content(method)
+                words |= texts
+                todo += named
     return frozenset(words)
+
+
+def _content(method: Any) -> tuple[set[str], list[Any]]:
+    """Return the texts in the code of a method, and the classes and functions that it names."""
+    function = getattr(method, "__func__", getattr(method, "fget", method))
+    known, parts = getattr(function, "__globals__", {}), [getattr(function, "__code__", None)]
+    texts, named = set[str](), list[Any]()
+    while parts:
+        match parts.pop():
+            case str(text):
+                texts.add(text)
+            case tuple() | frozenset() as constants:
+                parts += constants
+            case CodeType() as code:
+                parts += code.co_consts
+                named += [found for name in code.co_names if callable(found := known.get(name))]
+    return texts, named
 
 
 def is_kvobs(connector_class: type) -> bool:
@@ -168,7 +179,8 @@ class StoreSizes(Observer):
                 and tokens < self._longest
                 and any(key.startswith("cpu_") for key in STATED_BYTES[name_of_size(spec)])
             ):
-                log.warning("connector %r: %s", spec.name, too_small(size, tokens, self._longest))
+                text = too_small(size, tokens, self._longest)
+                once(f"small:{spec.name}", logging.WARNING, "connector %r: %s", spec.name, text)  # it is laid out twice
 
     def _stated_bytes(self, spec: ChildSpec) -> int:
         """Return how many bytes a connector stores in memory, or a folder, by its options; 0 if unknown."""
