@@ -217,7 +217,7 @@ class _Living:
 
     def _record(self) -> None:
         engine, near, far = self.engine, self.scripts["near"], self.scripts["far"]
-        # Own stats, events, copies, a slow call, pauses, and traces that are none or too many.
+        # Own stats, events, copies, a slow call, pauses, malformed trace contexts, and more spans than are kept.
         far.stats = [Stats(data={"n": n}) for n in (3, 4)]
         stored = BlockStored([1], None, [1] * BLOCK, BLOCK, None, "CPU", None)
         near.answers["take_events"] = [stored, BlockRemoved([1], "STORAGE")]
