@@ -92,11 +92,12 @@ class Pauses:
             while look():
                 if self.collects not in gc.callbacks:  # at first, or after another engine of this process
                     gc.callbacks.append(self.collects)
+                self._delays.append((perf_counter_ns(), run_delay_ns(main_thread().native_id or 0)))
                 looked_ns = perf_counter_ns()
-                libc.timerfd_settime(timer, 0, _TIMES, None)  # at once: before it a stop is not seen
-                self._delays.append((looked_ns, run_delay_ns(main_thread().native_id or 0)))
+                libc.timerfd_settime(timer, 0, _TIMES, None)
+                # From here until it waits in the kernel this thread gives the GIL to no other one: a stop after this
+                # line is seen, and a wait for the GIL is not taken for one.
                 self._looked_ns = looked_ns
-                # Counted when the kernel wakes this thread: it may have to wait for the GIL after that.
                 if int.from_bytes(os.read(timer, 8), sys.byteorder) > 1:
                     self.note(looked_ns, perf_counter_ns())
                 self._read()
