@@ -50,7 +50,7 @@ test-probe: $(INSTALLED) ## Run the tests of the compiled probe with GCC's sanit
 		kvobs/probe/compiled.c -o $(SANITIZED)/kvobs/probe/compiled.abi3.so
 	cd $(SANITIZED) && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=. ../../$(BIN)/python -m pytest -q -p no:xdist \
-		tests/unit/probe/test_pure.py tests/unit/probe/test_recorder.py tests/unit/probe/test_layer_calls.py tests/unit/probe/test_ring.py
+		tests/unit/probe/test_pure.py tests/unit/probe/test_recorder.py tests/unit/probe/test_layer_calls.py tests/unit/page/test_calls.py
 	@command -v $(DEBUG) >/dev/null || { apt-get -q update && apt-get -q install --yes --no-install-recommends $(DEBUG) libpython3.11-dbg python3.11-dev; } \
 		|| { echo "References are counted by a debug build of Python: install $(DEBUG) (Debian's packages are $(DEBUG), libpython3.11-dbg, python3.11-dev)"; false; }
 	rm $(SANITIZED)/kvobs/probe/*.so && sed -i '/define Py_LIMITED_API/d' $(SANITIZED)/kvobs/probe/compiled.c
@@ -138,7 +138,7 @@ format: $(INSTALLED) ## Put the code into the one format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-mutants: $(INSTALLED) ## Plant 15 faults of routing and 44 where two parts meet, and see whether the tests find each
+mutants: $(INSTALLED) ## Plant 15 faults of routing and 71 where two parts meet, and see whether the tests find each
 	nice $(BIN)/python -m tests.mutants.routing_faults
 	nice $(BIN)/python -m tests.mutants.joint_faults
 

@@ -46,8 +46,8 @@ def details() -> list[Section]:
             collapsed=True,
         ),
         Section(
-            "Exporter (requires the option exporter)",
-            [(8, [(8, _engines()), (8, _silence()), (8, _queued())])],
+            "Exporter (where one runs)",
+            [(8, [(12, _engines()), (12, _queued())])],
             collapsed=True,
         ),
     ]
@@ -382,7 +382,7 @@ def _dropped() -> Panel:
         "Dropped spans and lines, malformed contexts",
         About(
             "Spans lost, by place; unwritten lines of request_log; requests with a malformed trace context, by source.",
-            "rate, flush: more spans than the limits allow. queue, export: the collector is slow or gone.",
+            "rate: more than a process may write. missed: read too late. queue, export: the collector is slow or gone.",
             "Sample less, or fix the collector; find the client of such contexts; vLLM's log has a file's error.",
             "Serving is not affected, and metrics are complete: only traces and the log have gaps.",
         ),
@@ -401,10 +401,10 @@ def _engines() -> Panel:
     return states(
         "Engines",
         About(
-            "Whether the engine of each exporter runs, and the call that an engine ended in unexpectedly.",
+            "Whether the engines of each exporter run, and the call that an engine ended in unexpectedly.",
             "Red: the exporter serves the last numbers of an engine that was killed or crashed.",
             "See the log of that engine, and the runbook, KvobsEngineEnded.",
-            "No data without the exporter. An exporter ends with its engine: a band that ends is a gone engine, too.",
+            "No data without the exporter. It ends with its last engine: a band that ends is a gone engine, too.",
         ),
         {
             0: ("gone", looks.BAD),
@@ -417,20 +417,6 @@ def _engines() -> Panel:
             f"1 + {SELECTION.gauge(signals.ENGINE_ENDED, *_OF_ENGINE, 'connector', 'hook', 'reason', how='max')}",
             f"{_ENGINE}: {{{{connector}}}} {{{{hook}}}} {{{{reason}}}}",
         ),
-    )
-
-
-def _silence() -> Panel:
-    return lines(
-        "Time since the engine's last numbers",
-        About(
-            "Age of the last numbers that the exporter got from its engine: the ten highest.",
-            "Near zero under load; it rises while the engine is idle, or hangs.",
-            "If it rises while requests wait: see the engine's log, and Transfers in progress on this board.",
-            "No data without the exporter. An idle engine sends nothing: a high value alone is not an error.",
-        ),
-        Query(f"topk(10, time() - {SELECTION.gauge(signals.LAST_PAYLOAD, *_OF_ENGINE, how='max')})", _ENGINE),
-        unit="s",
     )
 
 

@@ -20,8 +20,8 @@ def engines() -> Panel:
             f"One row per connector of each engine, the worst {ROWS}. State: as in the table of connectors.",
             "One instance only: that machine. All instances: the connector, or its store or network.",
             "Take a single failing instance out of the load balancing, and check its log.",
-            "An instance without traffic has no failures either. Pod, namespace and cluster are shown where targets "
-            "have these labels.",
+            "An instance without traffic has no failures either. An engine on several hosts has a row for each: "
+            "share and loads are in that of EngineCore. Pod, namespace and cluster: where targets have these labels.",
         ),
         {"connector": "Connector", **PLACE},
         [

@@ -71,7 +71,7 @@ def _worst() -> list[Panel]:
         number(
             "Engines down",
             About(
-                "How many engines are gone: targets that cannot be scraped any more, and engines that have ended.",
+                "How many engines are gone: those of targets that cannot be scraped any more, and those that ended.",
                 "'all up' is normal.",
                 "`kvobs top` and the runbook's KvobsEngineEnded say in which call an engine died.",
                 "A removed pod is no target, and not counted. Without the exporter an engine's end is seen only as a "
@@ -104,7 +104,7 @@ def _worst() -> list[Panel]:
                 "resume (loaded, not scheduled, and nothing is computed), and its age.",
                 "'Nothing hangs' is the normal state. Red from 10 s: the connector's state is then Hangs.",
                 "See KvobsCallHangs in the runbook; `kvobs timeline` shows what led to it.",
-                "Calls below a second are not shown, and ranks on other machines are not seen.",
+                "Calls below a second are not shown. Each host shows the calls of its own processes.",
             ),
             Query(worst(questions.hang_ages()), "{{connector}} {{hook}}{{kind}} {{instance}} {{rank}}"),
             unit="s",

@@ -55,7 +55,7 @@ def _engines() -> Panel:
     return rows(
         "Engines by role, oldest transfer first",
         About(
-            "One row per connector of each engine, with its role (kv_role).",
+            "One row per connector of each engine, with its role (kv_role); on several hosts, one for each.",
             "Producers save and hold, consumers load: held tokens on a producer are blocks that no consumer has "
             "fetched yet.",
             "Old transfers on producers only: the consumers are slow or gone. On consumers only: the link or the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dashboards.promql import (
@@ -32,6 +33,8 @@ by_engine = ("connector", *SITE_LABELS, "instance", "engine")
 """Labels of a connector of one engine. In a fleet the mean hides the one that fails."""
 
 _INFO = SELECTION.series(signals.CONNECTOR_INFO)
+_CORES = SELECTION.series(signals.LOCAL_CACHE_TOKENS)
+"""A series of each engine, on the host of its EngineCore: a host that has only ranks serves all else about these."""
 
 VLLM = Selection(SELECTION.window, 'cluster=~"$cluster",model_name=~"$model_name",engine=~"$engine"', beside=_INFO)
 """vLLM's metrics come from another job, and with the exporter from another port (see the README)."""
@@ -67,9 +70,10 @@ def every(*by: str) -> str:
 
 
 def engines(*by: str) -> str:
-    """Return the number of engines by these labels of their connectors."""
+    """Return the number of engines by these labels of their connectors; one on several hosts counts once."""
     grouped = f" by ({', '.join(by)}) " if by else ""
-    return f"count{grouped}({every(*by, *by_engine[1:])})"
+    each = replace(SELECTION, among=_CORES).gauge(signals.CONNECTOR_INFO, *by, *by_engine[1:], how="max")
+    return f"count{grouped}({each})"
 
 
 def worst_engine(expr: str) -> str:
@@ -114,29 +118,35 @@ def wrong_blocks(*by: str) -> str:
 
 
 def engines_down() -> str:
-    """Return how many engines are gone, of the targets that had kvobs within a day and are still targets."""
-    known, ended = SELECTION.series(signals.BUILD_INFO), SELECTION.series(signals.ENGINE_UP)
-    of_targets = (
-        f'up{{job=~"$job",cluster=~"$cluster"}} == bool 0 and on ({CLUSTER}, job, instance) last_over_time({known}[1d])'
-    )
-    return f"sum({of_targets}) + (sum({ended} == bool 0) or vector(0))"
+    """Return how many engines are gone, of those that had kvobs within a day and whose target is still one."""
+    target = f"{CLUSTER}, job, instance"
+    known = f"group by ({target}, engine) (last_over_time({_CORES}[1d]))"
+    unseen = f'max by ({target}) (up{{job=~"$job",cluster=~"$cluster"}} == bool 0)'
+    ended = f"{SELECTION.series(signals.ENGINE_UP)} == bool 0 and {ENGINE} {_CORES}"
+    return f"sum({known} * on ({target}) group_left () {unseen}) + (sum({ended}) or vector(0))"
 
 
-def failures(*by: str) -> str:
-    """Return loads that failed and exceptions, per second."""
-    failed = SELECTION.rates(signals.LOADS, outcome="failed")
-    raised = SELECTION.rates(signals.CALL_ERRORS)
-    return f"sum by ({', '.join(by)}) ({failed} or {raised})"
+def failures(*by: str, among: str = "") -> str:
+    """Return loads that failed and exceptions, per second, of the engines that the query ``among`` finds."""
+    return _or_raised(SELECTION.rates(signals.LOADS, outcome="failed"), by, among)
 
 
-def attempts(*by: str) -> str:
+def attempts(*by: str, among: str = "") -> str:
     """Return loads that ended and exceptions, per second."""
-    return f"sum by ({', '.join(by)}) ({SELECTION.rates(signals.LOADS)} or {SELECTION.rates(signals.CALL_ERRORS)})"
+    return _or_raised(SELECTION.rates(signals.LOADS), by, among)
+
+
+def _or_raised(loads: str, by: Sequence[str], among: str) -> str:
+    either = f"{loads} or {SELECTION.rates(signals.CALL_ERRORS)}"
+    return f"sum by ({', '.join(by)}) ({f'({either}) and {ENGINE} {among}' if among else either})"
 
 
 def failing_share(*by: str) -> str:
-    """Return failures among attempts: a connector whose lookups raise has no loads that could fail."""
-    return share(failures(*by), attempts(*by))
+    """Return failures among attempts: a connector whose lookups raise has no loads that could fail.
+
+    Where EngineCore is: hosts that have only ranks count exceptions, and no loads.
+    """
+    return share(failures(*by, among=_CORES), attempts(*by, among=_CORES))
 
 
 def hit_share(*by: str) -> str:

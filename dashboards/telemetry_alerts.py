@@ -30,34 +30,13 @@ TELEMETRY = (
         # Both parts have the labels of the target, so that an alert goes on when an exporter ends after its engine.
         expr="""
             (up{job="__job__"} unless ignoring (model_name, engine, version, vllm_version, native) kvobs_build_info)
-            or (min without (model_name, engine) (kvobs_engine_up) == 0) - 1
+            or (max without (model_name, engine) (kvobs_engine_up) == 0) - 1
         """,
         hold="20m",  # large models take that long to start
         summary="kvobs metrics are missing.",
         description="{{ $labels.instance }} of job {{ $labels.job }} {{ if eq $value 0.0 }}can't be scraped"
-        "{{ else if lt $value 0.0 }}is an exporter whose engine is gone{{ else }}is scraped but has no kvobs metrics"
+        "{{ else if lt $value 0.0 }}is an exporter whose engines are gone{{ else }}is scraped but has no kvobs metrics"
         "{{ end }}. No other kvobs alert can fire for this server.",
-    ),
-    Alert(
-        name="KvobsTelemetryStale",
-        severity=Severity.WARNING,
-        about=ENGINE,
-        # The numbers stand still, or are not scraped any more; vLLM's are of another target on the same host.
-        expr="""
-            label_replace(
-              last_over_time(kvobs_last_payload_timestamp_seconds[1h])
-              unless changes(kvobs_last_payload_timestamp_seconds[10m]) > 0,
-              "host", "$1", "instance", "(.+?)(:[0-9]+)?"
-            )
-            and on (__cluster__, host, model_name, engine)
-            label_replace(
-              rate({__name__=~"vllm[:_]generation_tokens_total"}[5m]) > 0, "host", "$1", "instance", "(.+?)(:[0-9]+)?"
-            )
-        """,
-        hold="5m",
-        summary="kvobs's numbers stand still while vLLM generates tokens.",
-        description="The exporter of {engine} has served no new numbers for ten minutes, or cannot be scraped, while "
-        "vLLM generates tokens. No other kvobs alert can fire for this engine.",
     ),
     Alert(
         name="KvobsScrapedTwice",
@@ -122,17 +101,22 @@ TELEMETRY = (
         name="KvobsTelemetryCost",
         severity=Severity.INFO,
         about=ENGINE,
-        # Divided by the ranks that were last at some time: not more than there are, so no process costs more than this.
+        # Divided by the ranks that were last at some time: not more than the engine has. A host without EngineCore does
+        # not know them: there by the most of the engines with this model and number.
         expr="""
             (
-              (
-                sum without (where) (rate(kvobs_self_seconds_total{where=~"record|flush"}[5m]))
-                / count without (rank) (group without (connector) (kvobs_slowest_rank_total))
+              sum without (where) (rate(kvobs_self_seconds_total{where="record"}[5m]))
+              / count without (rank) (group without (connector) (kvobs_slowest_rank_total))
+              or sum without (where) (rate(kvobs_self_seconds_total{where="record"}[5m]))
+              and kvobs_local_cache_tokens
+              or sum without (where) (rate(kvobs_self_seconds_total{where="record"}[5m]))
+              / on (__cluster__, job, model_name, engine) group_left () max by (__cluster__, job, model_name, engine) (
+                count without (rank) (group without (connector) (kvobs_slowest_rank_total))
               )
-              or sum without (where) (rate(kvobs_self_seconds_total{where=~"record|flush"}[5m]))
+              or sum without (where) (rate(kvobs_self_seconds_total{where="record"}[5m]))
             ) > __self_share__
             and engine:kvobs_start_time_seconds:same5m
-            or sum without (where) (rate(kvobs_self_seconds_total{where=~"merge|apply|cut"}[5m])) > __self_share__
+            or sum without (where) (rate(kvobs_self_seconds_total{where="export"}[5m])) > __self_share__
             and engine:kvobs_start_time_seconds:same5m
         """,
         hold="15m",

@@ -91,10 +91,10 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         name="empty-outputs-shown",
         hooks=("update_connector_output",),
-        differs="With the worker in the scheduler's process, connectors get an output even if only kvobs has numbers.",
-        why="vLLM omits an empty output there; with kvobs's numbers it is not empty.",
+        differs="With the worker in the scheduler's process, connectors get an output in which only KV events are.",
+        why="vLLM omits an empty output there; with the events of a worker, which are collected, it is not empty.",
         unasked="Nothing: the output has no report in it.",
-        test="tests/transparency/test_declared.py::test_an_output_with_nothing_but_kvobs_numbers_is_shown",
+        test="tests/transparency/test_declared.py::test_an_output_with_nothing_but_a_workers_events_is_shown",
     ),
     Deviation(
         name="finished-counts-by-child",

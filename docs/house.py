@@ -33,18 +33,19 @@ TIERS: tuple[dict[str, str], ...] = (
         "faults": "Contains internal errors and counts them.",
         "blocks": "Copies KV blocks within host memory, and to and from a device; needs torch and numpy only.",
     },
+    {"page": "Holds all that a process counts and notes in shared memory; others read it there."},
     {
-        "probe": "Times and counts each call into a connector, and writes the page with the calls of a process.",
+        "probe": "Times and counts each call into a connector, in the page of the process.",
         "aggregation": "Combines the outputs of the workers rank by rank, instead of vLLM's class.",
     },
     {
         "connectors": "Builds, names and calls the configured connectors; makes all hooks of vLLM as one dict.",
-        "telemetry": "Observes the router: counts of transfers, spans, reports; carries numbers to the API server.",
+        "telemetry": "Observes the router: counts of transfers, spans, reports; carries the connectors' own stats.",
         "demo": "Runs a real engine on a CPU.",
     },
     {
         "routing": "Holds both sides of the connector: who loads, who saves, their messages, isolation.",
-        "export": "Makes metrics and spans of the numbers: in the API server, or in a process without vLLM.",
+        "export": "Makes metrics and spans of the pages: in the API server, or in a process without vLLM.",
         "testing": "Puts vLLM's scheduler around a connector, for tests of connectors.",
     },
     {"connector": "Defines `MultiConnector`, the class that vLLM loads, and wires router and telemetry together."},

@@ -130,10 +130,7 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     ),
     "ScrapedTwice": lambda _: "an engine's metrics are scraped by more than one job: boards count twice",
     "TelemetryMissing": lambda site: (
-        f"a target of the job `{site.job}` is down or has no metrics of kvobs, or an exporter's engine is gone"
-    ),
-    "TelemetryStale": lambda _: (
-        "an exporter has had no new numbers for 10 minutes, or can't be scraped, while vLLM generates tokens"
+        f"a target of the job `{site.job}` is down or has no metrics of kvobs, or an exporter's engines are gone"
     ),
     "InternalErrors": lambda _: "an internal error of kvobs's telemetry",
     "TelemetryDropping": lambda site: f"more than {site.spans_dropped:g} spans a second are lost",

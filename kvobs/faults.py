@@ -55,11 +55,6 @@ def is_under_pytest() -> bool:
     return "PYTEST_CURRENT_TEST" in os.environ
 
 
-def are_waiting() -> bool:
-    """Return whether there are errors that have not been taken."""
-    return bool(_counts)
-
-
 def take() -> dict[str, int]:
     """Return this process's errors since the last call, by place; the caller must report them."""
     return {where: _counts.pop(where) for where in list(_counts)}  # each at once: another thread may count meanwhile

@@ -25,7 +25,9 @@ import pytest
 from hypothesis import settings
 
 from kvobs import faults, log
-from kvobs.probe import ring
+from kvobs.export import starter
+from kvobs.page import layout
+from tests.support.contained import contain
 
 # With pytest-xdist this is read by a process that runs no test, too: it need not import vLLM for ten seconds.
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ settings.load_profile("kvobs")
 
 
 # Rigs live until Python collects them: their pages would fill the shared memory of a container.
-ring.BYTES = 1024 * ring.SIZE
+layout.CALLS = 1024
+# One that lives for 20 s would start a real exporter, at a port that other tests look at.
+starter.AUTO_AFTER_S = float("inf")
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +70,7 @@ def _one_thread() -> None:
 @pytest.fixture
 def in_production(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contain kvobs's own faults; under pytest they are raised on."""
-    monkeypatch.setattr(faults, "is_under_pytest", lambda: False)
+    contain(monkeypatch)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": ("kvobs.demo.run:demo", "Run a demonstration on this CPU."),
     "top": ("kvobs.cli.top.live:top", "Show the connectors of running servers, live."),
     "check": ("kvobs.cli.check.command:check", "Check a --kv-transfer-config before it starts."),
+    "exporter": ("kvobs.cli.exporter:exporter", "Serve the metrics of the engines on this host."),
     "timeline": ("kvobs.cli.timeline:timeline", "Show what an engine's processes are in, or died in."),
     "dashboards": ("kvobs.cli.dashboards:app", "Export dashboards, alerts and runbook."),
 }

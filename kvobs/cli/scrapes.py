@@ -68,16 +68,16 @@ def fetch(url: str, of_vllm: str | None = None) -> Scrape:
 
 
 def values_of(text: str) -> Values:
-    """Return kvobs's metrics in a page; ``NoAnswerError`` without any, or with the last ones of an engine."""
+    """Return kvobs's metrics in a page; ``NoAnswerError`` without any, or with the last ones of its engines."""
     try:
         values = parse(text)
     except ValueError as error:
         raise NoAnswerError(f"its metrics can't be read: {printable(str(error))[:200]}") from None
     if not values:
         raise NoAnswerError(NO_METRICS)
-    ends = {signals.ENGINE_UP.name: 0, signals.ENGINE_ENDED.name: 1}
-    if any(ends.get(name) == value for (name, _), value in values.items()):
-        # Its exporter shows it; vLLM's own server has no such metric.
+    up = [value for (name, _), value in values.items() if name == signals.ENGINE_UP.name]
+    has_ended = any(name == signals.ENGINE_ENDED.name and value == 1 for (name, _), value in values.items())
+    if has_ended or (up and not any(up)):  # vLLM's server ends with one of its engines
         raise EndedError(f"its engine has ended{_end(values)}")
     return values
 

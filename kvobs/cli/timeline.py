@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,10 +14,11 @@ from rich.text import Text
 
 from kvobs.cli.output import clock, count, duration, examples, fail, printable, warn
 from kvobs.clock import WALL_OFFSET, wall_ns
-from kvobs.probe import black_box
-from kvobs.probe.black_box import LOOKED, SUFFIX, Call, Page, Record, place_of
+from kvobs.page import files
+from kvobs.page.description import place_of
+from kvobs.page.layout import LOOKED
+from kvobs.page.reader import Call, CallRecord, Page, names_of
 from kvobs.vllm_api.hooks import HOOKS, Cadence
-from kvobs.vllm_api.proc import is_stopped
 
 MINUTE_NS = 60 * 10**9
 ROWS_AT_MOST = 8
@@ -41,7 +41,6 @@ class Process:
 
     def __init__(self, engine: str, page: Page) -> None:
         self.engine, self.page = engine, page
-        self.serves = page.serves  # of its engine, if the scheduler runs on this machine
         self.calls, self.raised, self.records = page.calls(), page.raised(), page.records()
         # When the last call ended; 0 if none has.
         self.last_ns = max((record.begin_ns + record.spent_ns for record in self.records), default=0)
@@ -51,7 +50,7 @@ class Process:
         if page.has_ended_well:
             self.state = "ended well"
         elif page.is_alive:
-            self.state, self.until_ns = "stopped" if is_stopped(page.pid) else "alive", wall_ns() - WALL_OFFSET
+            self.state, self.until_ns = "stopped" if page.is_stopped else "alive", wall_ns() - WALL_OFFSET
 
     @property
     def name(self) -> str:
@@ -60,14 +59,14 @@ class Process:
     @property
     def engine_name(self) -> str:
         """Return the engine's model and port, with its id, by which the command takes it."""
-        port = f", port {self.serves['port']}" if self.serves.get("port") else ""
-        model = self.serves.get("model")
-        return f"{printable(str(model))}{port} ({self.engine})" if model else self.engine
+        info = self.page.process.engine
+        port = f", port {info.port}" if info.port is not None else ""
+        return f"{printable(info.model)}{port} ({self.engine})" if info.model else self.engine
 
     @property
     def window_ns(self) -> int:
         """The time before the end of its last call, of at most a minute, whose calls are all in the ring."""
-        if len(self.records) < self.page.room - 1:  # one may be incomplete
+        if len(self.records) < self.page.process.calls - 1:  # one may be incomplete
             return MINUTE_NS
         return min(MINUTE_NS, self.last_ns - self.records[0].begin_ns)
 
@@ -86,8 +85,8 @@ class Process:
     def as_dict(self) -> dict[str, Any]:
         return {
             "engine": self.engine,
-            "model": self.serves.get("model"),
-            "port": self.serves.get("port"),
+            "model": self.page.process.engine.model or None,
+            "port": self.page.process.engine.port,
             "pid": self.page.pid,
             "rank": self.page.rank,
             "state": self.state,
@@ -136,7 +135,7 @@ def timeline(
     """Show the call that each process of an engine is in, or died in, its last exception, and its last minute."""
     if not (found := _read()):
         raise fail(
-            f"found no page of an engine's process in {black_box.folder()}: run this as the engine's user, on its "
+            f"found no page of an engine's process in {files.folder()}: run this as the engine's user, on its "
             "machine, and in its container; the pages of an engine that ended well are gone"
         )
     processes = [one for one in found if wanted is None or wanted == str(one.page.pid) or one.engine.startswith(wanted)]
@@ -149,9 +148,10 @@ def timeline(
         typer.echo(json.dumps([process.as_dict() for process in processes]))
         return
     console = Console(highlight=False, markup=False)
-    for engine, group in groupby(processes, lambda process: process.engine_name):
-        console.print(f"engine {engine}\n", style="bold", soft_wrap=True)
-        for process in group:
+    for _, group in groupby(processes, lambda process: process.engine):
+        first, *others = group
+        console.print(f"engine {first.engine_name}\n", style="bold", soft_wrap=True)
+        for process in (first, *others):
             for part in _lay_out(process, ROWS_AT_MOST if wanted != str(process.page.pid) else None):
                 console.print(part, soft_wrap=isinstance(part, str))
             console.print()
@@ -160,17 +160,15 @@ def timeline(
 def _read() -> list[Process]:
     """Return the processes that have a page, by engine, the scheduler first; warn of a page that can't be read."""
     found = []
-    for path in black_box.folder().glob(f"*{SUFFIX}"):
+    for name in names_of():
+        path = files.folder() / name
         try:
-            engine, number = path.name.split("-")[:2]
+            engine, number = f"{name}-".split("-")[:2]
             found.append(Process(f"{engine[:_DIGITS]}-{number}", Page(path)))
         except FileNotFoundError:
             continue  # it has just ended well
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        except (OSError, ValueError) as error:
             warn(f"{path} is left out: {getattr(error, 'strerror', None) or error}")
-    serves = {process.engine: process.serves for process in found if process.serves}
-    for process in found:
-        process.serves = serves.get(process.engine, {})
     return sorted(found, key=lambda process: (process.engine, _order(process.page.rank), process.page.pid))
 
 
@@ -212,7 +210,7 @@ def _events(process: Process, zero_ns: int) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": _order(process.page.rank)}}
     rows: dict[str, int] = {}
-    calls: list[Record | Call] = [*process.records, *process.calls]
+    calls: list[CallRecord | Call] = [*process.records, *process.calls]
     for call in calls:
         is_of_layers = HOOKS[call.hook].cadence is Cadence.LAYER
         row = f"{call.connector}: {call.hook}" if is_of_layers else call.connector

@@ -25,15 +25,16 @@ from kvobs.connectors.child import build, shut_down
 from kvobs.connectors.configured import all_support_hma, ask, read_specs, required_layout
 from kvobs.connectors.endings import must_pass
 from kvobs.connectors.fanout import hooks_of, own_attribute
-from kvobs.probe.black_box import STOPS
+from kvobs.page.writer import STOPS
 from kvobs.probe.pure import Call
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.routing.worker import WorkerSide
 from kvobs.state.ledger import Ledger
 from kvobs.telemetry import recorders
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats, rebuild
-from kvobs.telemetry.sides import SchedulerTelemetry, WorkerTelemetry
+from kvobs.telemetry.scheduler_telemetry import SchedulerTelemetry
 from kvobs.telemetry.tracing.sampling import TracingSettings
+from kvobs.telemetry.worker_telemetry import WorkerTelemetry
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
@@ -76,7 +77,8 @@ class MultiConnector(stock.MultiConnector):
             )
         tracing = TracingSettings.of(options, vllm_config)
         rank = None if is_scheduler else wiring.rank_of(vllm_config)
-        built = recorders.build(configuration.names, options, vllm_config, tracing, rank)
+        engine = wiring.engine_info(specs, options, vllm_config, tracing)
+        built = recorders.build(engine, options, vllm_config, tracing, rank)
         activated = built.traces.activated if built.traces is not None else None
         children = build(vllm_config, role, kv_cache_config, specs, built.recorder, activated=activated)
         try:
@@ -87,7 +89,7 @@ class MultiConnector(stock.MultiConnector):
             shut_down(children)
             raise
 
-    def _set_up(self, parts: wiring.Parts, tracing: TracingSettings | None, *, is_scheduler: bool) -> None:
+    def _set_up(self, parts: wiring.Parts, tracing: TracingSettings, *, is_scheduler: bool) -> None:
         """Build the side of this role on the connectors, and bind its hooks."""
         children, configuration = parts.children, parts.validated.configuration
         # Read by inherited code and by vLLM: the real connectors, and which one loads a request.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import vllm
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -12,13 +14,12 @@ from kvobs import faults
 from kvobs.connectors.block_copies import BlockCopies
 from kvobs.connectors.child import Child
 from kvobs.connectors.fanout import own_methods
-from kvobs.connectors.specs import StoreSizes, between_engines, load_ends_save
+from kvobs.connectors.specs import ChildSpec, StoreSizes, between_engines, load_ends_save
 from kvobs.connectors.sync_loads import Conditions
 from kvobs.connectors.validation import Validated
-from kvobs.export import destinations
-from kvobs.export.feed import Feed, feed_of
-from kvobs.export.host_feed import HostFeed
+from kvobs.export import destinations, starter
 from kvobs.log import log
+from kvobs.page.description import ConnectorInfo, EngineInfo
 from kvobs.probe.layer_calls import ARGUMENTS, Stalls
 from kvobs.probe.native import choice
 from kvobs.probe.pure import Call
@@ -38,9 +39,11 @@ from kvobs.state.cache_layout import CacheLayout, bytes_of_blocks, layers_differ
 from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import InProgress
+from kvobs.telemetry.composed import Composed
+from kvobs.telemetry.payload.collector import Collector
 from kvobs.telemetry.payload.stats import StatsParts, class_path
 from kvobs.telemetry.recorders import Recorders
-from kvobs.telemetry.sides import Collector, Composed, SchedulerTelemetry, WorkerTelemetry
+from kvobs.telemetry.scheduler_telemetry import SchedulerTelemetry
 from kvobs.telemetry.tracing import sampling
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.telemetry.transfers.gains import Gains, step_limits
@@ -53,7 +56,9 @@ from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_bloc
 from kvobs.telemetry.verify.fingerprints import Fingerprints, Layers
 from kvobs.telemetry.verify.sample import BlockSample
 from kvobs.telemetry.verify.verifier import Verifier
+from kvobs.telemetry.worker_telemetry import WorkerTelemetry
 from kvobs.vllm_api import versions
+from kvobs.vllm_api.proc import launch, served_port, server_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,6 +79,35 @@ class Parts(NamedTuple):
     kv_cache_config: KVCacheConfig | None
 
 
+def engine_info(
+    specs: Sequence[ChildSpec], options: Options, vllm_config: VllmConfig, tracing: TracingSettings
+) -> EngineInfo:
+    """Return what an engine's metrics and their readers need to know about it."""
+    server = server_of(os.getppid())
+    return EngineInfo(
+        connectors=tuple(
+            ConnectorInfo(
+                spec.name,
+                spec.connector_class.__name__,
+                str(spec.transfer_config.kv_role),
+                options.link_gbps.get(spec.name),
+            )
+            for spec in specs
+        ),
+        model=versions.model_name(vllm_config),
+        index=versions.engine_place(vllm_config).number,
+        load_policy=options.load_policy,
+        failure_policy=str(getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", None) or ""),
+        vllm_version=vllm.__version__,
+        kvobs_version=__version__,
+        ranks=vllm_config.parallel_config.world_size,
+        has_spans=tracing.is_on,
+        endpoint=tracing.endpoint,
+        port=served_port(server),
+        launch=launch(server),
+    )
+
+
 def scheduler_side(
     children: Sequence[Child],
     recorders: Recorders,
@@ -81,7 +115,7 @@ def scheduler_side(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig | None,
     *,
-    tracing: TracingSettings | None,
+    tracing: TracingSettings,
     all_support_hma: bool,
 ) -> tuple[SchedulerSide, SchedulerTelemetry, Bind]:
     """Build the side in EngineCore, its telemetry, and what binds both to the connectors' hooks."""
@@ -95,7 +129,12 @@ def scheduler_side(
     waited_for = tuple(InProgress[str]() for _ in children)
     minimum = [options.min_tokens.get(name, 1) for name in names]
     followers: list[Observer | None] = [OfferCounts(recorder, minimum), Outcomes(names, recorder)]
-    followers += [SlowLoads(names, int(options.slow_load_ms * 1e6)), recorders.traces, recorders.reports]
+    followers += [
+        SlowLoads(names, int(options.slow_load_ms * 1e6)),
+        recorders.traces,
+        recorders.loads,
+        recorders.reports,
+    ]
     handing = [spec.index for spec in between_engines(specs)]
     followers += [Peers(recorder, handing) if handing else None]
     followed = Composed(followers)
@@ -110,9 +149,9 @@ def scheduler_side(
     copies = getattr(kv_cache_config, "kv_tp_replicas", 1)
     sizes = StoreSizes(recorder, specs, parallel.world_size, copies, longest)
     observer = Composed([*followers, reuse, gains, open_transfers, warnings, sample, sizes])
-    feed = feed_of(vllm_config, specs, options, tracing)
-    collector = _collector(children, recorders, feed)
-    telemetry = SchedulerTelemetry(recorders, collector, gains, open_transfers, feed=feed, sample=sample)
+    collector = _collector(children)
+    starts = faults.contained("export")(starter.of_scheduler)(options.exporter, vllm_config)
+    telemetry = SchedulerTelemetry(recorders, collector, gains, open_transfers, starter=starts, sample=sample)
 
     visibility = [Visibility() for _ in children]
     isolation = Isolation(children, ledger, visibility, observer, int(options.isolate_slow_ms * 1e6))
@@ -153,7 +192,7 @@ def scheduler_side(
         annotator=telemetry,
         stats=telemetry,
     )
-    _introduce(validated, tracing, _destinations(options, vllm_config, tracing))
+    _introduce(validated, tracing)
 
     def bind() -> Mapping[str, Call]:
         offers.bind()
@@ -178,9 +217,10 @@ def worker_side(
     rank, groups = rank_of(vllm_config), groups_of(kv_cache_config)
     # A pipeline stage has its own layers.
     has_own_bytes = vllm_config.parallel_config.pipeline_parallel_size > 1 or layers_differ(groups)
-    host = HostFeed(vllm_config, validated.configuration.options, recorders.recorder.box, rank)
-    collector = _collector(children, recorders)
-    telemetry = WorkerTelemetry(recorders, collector, verifier, host)
+    start = faults.contained("export")(starter.of_worker)
+    starts = start(validated.configuration.options.exporter, vllm_config, recorders.page)
+    collector = _collector(children)
+    telemetry = WorkerTelemetry(recorders, collector, verifier, starts)
 
     def stalls() -> Stalls:
         targets = {hook: [c.layer_target(hook) for c in children if hook in c.implemented] for hook in ARGUMENTS}
@@ -236,26 +276,17 @@ def _verifier(
     )
 
 
-def _collector(children: Sequence[Child], recorders: Recorders, feed: Feed | None = None) -> Collector:
-    classes = {child.name: class_path(type(child.connector)) for child in children}
-    return Collector(classes, recorders.recorder, recorders.journal, feed)
+def _collector(children: Sequence[Child]) -> Collector:
+    return Collector({child.name: class_path(type(child.connector)) for child in children})
 
 
-@faults.contained("flush")
-def _destinations(options: Options, vllm_config: VllmConfig, tracing: TracingSettings | None) -> str:
-    """Return where metrics and spans go, as the end of a line of the log."""
-    setup = destinations.Setup.of_engine(options, vllm_config)
-    metrics = destinations.metrics_go_to(setup, versions.engine_place(vllm_config).on_host)
-    spans = f"spans go to {destinations.spans_go_to(setup, tracing)}" if tracing is not None else "tracing is off"
-    return f"; metrics go to {metrics}; {spans}"
-
-
-def _introduce(validated: Validated, tracing: TracingSettings | None, go_to: str | None) -> None:
+def _introduce(validated: Validated, tracing: TracingSettings) -> None:
     """Log at start to which connectors kvobs routes, which parts of vLLM it leaves in place, and what may surprise."""
     configuration = validated.configuration
     listed = ", ".join(f"{spec.name} ({spec.connector_class.__name__})" for spec in validated.specs)
-    policy = configuration.options.load_policy
-    log.info("kvobs %s routes to %s; load_policy %s%s", __version__, listed, policy, go_to or "")
+    options = configuration.options
+    go_to = faults.contained("export")(destinations.described_at_start)(options.exporter, tracing)
+    log.info("kvobs %s routes to %s; load_policy %s%s", __version__, listed, options.load_policy, go_to or "")
     if choice().is_native:
         log.info("calls are counted by the compiled probe")
     else:

@@ -16,7 +16,7 @@ from kvobs.connectors.endings import must_pass
 from kvobs.connectors.gate import Gate
 from kvobs.connectors.specs import ChildSpec
 from kvobs.log import line, log
-from kvobs.probe.black_box import STOPS
+from kvobs.page.writer import STOPS
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCall
 from kvobs.probe.pure import Call
 from kvobs.probe.recorder import Recorder

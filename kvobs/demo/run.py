@@ -44,7 +44,7 @@ PAUSE_S = 5.0
 EXPORTER_PORT = ExporterOptions().port or 0
 """Port of the exporter where that of the server is chosen too; else a free one is picked."""
 SETTLE_S = 0.5
-"""Time for the last step's numbers to reach /metrics."""
+"""Time for vLLM's own numbers of the last step to reach /metrics, and for the exporter to make its text again."""
 
 
 @dataclass(frozen=True)

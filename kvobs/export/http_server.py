@@ -169,7 +169,7 @@ class Server:
         try:
             return self._page(path, headers.get("accept", ""), headers.get("accept-encoding", ""))
         except Exception:
-            faults.contain("apply")
+            faults.contain("read")
             return HTTPStatus.INTERNAL_SERVER_ERROR, {"Content-Type": _PLAIN}, b"see the engine's log\n"
 
     def _page(self, path: str, accept: str, encodings: str) -> Answer:

@@ -1,4 +1,4 @@
-"""Send the totals by OTLP, with OpenTelemetry's exporter: every minute, or as OTEL_METRIC_EXPORT_INTERVAL says.
+"""Send the metrics by OTLP, with OpenTelemetry's exporter: every minute, or as OTEL_METRIC_EXPORT_INTERVAL says.
 
 Histograms have the explicit buckets of the table of metrics. Endpoint, protocol, headers, timeout, compression and
 temporality are those of the standard OTEL_EXPORTER_OTLP_* variables.
@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import Event, Thread
 from typing import Any
 
@@ -18,7 +18,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvobs import faults
-from kvobs.export.totals import Mark, Point, Totals
+from kvobs.export.totals import Mark, Point
 from kvobs.log import once
 from kvobs.schema import __version__, spans
 from kvobs.schema.signals import Kind, Signal, labelnames
@@ -29,32 +29,31 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCO
 CLOSING_S = 3.0
 _CLASSES = {Kind.COUNTER: Counter, Kind.HISTOGRAM: Histogram}
 _Known = dict[tuple[Signal, tuple[str, ...]], Point]
+Series = Callable[[], Iterable[tuple[Signal, list[Point]]]]
 
 
 class MetricsPush:
-    """Sends the totals at intervals, from a thread.
+    """Sends the metrics at intervals, from a thread.
 
-    ``refresh``, called before each sending, brings the exporter's own gauges up to date. The totals began at
-    ``began_ns``, since the epoch. By default ``exporter`` is the one that the environment asks for.
+    ``series`` returns each metric with its series. They began at ``began_ns``, since the epoch. By default ``exporter``
+    is the one that the environment asks for.
     """
 
-    def __init__(
-        self, totals: Totals, refresh: Callable[[], None], began_ns: int, exporter: otlp.MetricExporter | None = None
-    ) -> None:
-        self._totals = totals
-        self._refresh = refresh
+    def __init__(self, series: Series, began_ns: int, exporter: otlp.MetricExporter | None = None) -> None:
+        self._series = series
         self._exporter = exporter if exporter is not None else make_metric_exporter()
         self._resource = Resource.create({})
         self._scope = InstrumentationScope(spans.SCOPE, __version__)
         self._began_ns = began_ns
-        self._sent_ns = time.time_ns()
+        self._sent_ns = began_ns
         self._sent: _Known = {}  # what the receiver has, where it gets differences
         self._is_over = Event()
         self._thread = Thread(target=self._run, name="kvobs-otlp-metrics", daemon=True)
 
     def take_as_sent(self) -> None:
         """Start deltas from the current totals; a previous exporter has probably sent them."""
-        self._sent = {(s, point.labels): point for s, points in self._totals.series() for point in points}
+        self._sent = {(s, point.labels): point for s, points in self._series() for point in points}
+        self._sent_ns = time.time_ns()
 
     def start(self) -> None:
         """Begin to send."""
@@ -66,7 +65,7 @@ class MetricsPush:
         self._thread.join(CLOSING_S)
 
     def _run(self) -> None:
-        send, shutdown = map(faults.contained("apply"), (self.send, self._exporter.shutdown))
+        send, shutdown = map(faults.contained("export"), (self.send, self._exporter.shutdown))
         while not self._is_over.wait(interval_s()):
             send()
         send()
@@ -74,12 +73,11 @@ class MetricsPush:
 
     def send(self) -> None:
         """Send all metrics once; numbers that the receiver did not take are part of the next delta."""
-        self._refresh()
         now_ns = time.time_ns()
         current: _Known = {}
         metrics = [
             otlp.Metric(signal.name, signal.help, _unit(signal), data)
-            for signal, points in self._totals.series()
+            for signal, points in self._series()
             if (data := self._data(signal, points, now_ns, current)).data_points  # without any it would have no kind
         ]
         scope = otlp.ScopeMetrics(self._scope, metrics, "")

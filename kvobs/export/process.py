@@ -1,8 +1,7 @@
-"""Run the exporter: read the engine's messages until it ends, serve their totals, export their spans.
+"""Run the exporter: serve the metrics of a server's engines on this host from their pages, and export their spans.
 
-The engine's end is the end of the socket, or of its process: a child that it forked keeps the socket open. After an
-engine that said goodbye the last numbers are served for one more scrape; after one that was killed or crashed, for
-``linger_s``, so that its last seconds are seen.
+After engines that ended as they should the last numbers are served for one more scrape; after one that was killed or
+crashed for ``LINGER_S``, so that its last seconds are seen.
 """
 
 from __future__ import annotations
@@ -11,178 +10,260 @@ import errno
 import logging
 import os
 import signal
-import socket
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvobs import faults
 from kvobs.export import web_config
+from kvobs.export.destinations import exporter_url
+from kvobs.export.engine import Engine, Positions, engines_of, servers
 from kvobs.export.engine_watch import EngineWatch
 from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, Server, holder, is_reached_from_elsewhere
 from kvobs.export.otlp_metrics import MetricsPush
 from kvobs.export.span_export import make_cutter
-from kvobs.export.totals import Exposition, Totals
+from kvobs.export.span_reading import SpanReading
+from kvobs.export.totals import Exposition, Point, Totals
 from kvobs.log import log, once
-from kvobs.probe.increments import Increments
+from kvobs.page import files
+from kvobs.page.description import EngineInfo
+from kvobs.page.layout import VERSION
 from kvobs.schema import __version__, signals
-from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.wire import EngineInfo, exporter_url
+from kvobs.schema.options import ExporterOptions
+from kvobs.schema.signals import SIGNALS, Signal
 from kvobs.telemetry.tracing.trace_context import is_disabled
-from kvobs.vllm_api.proc import start_time
 
-TICK_S = 1.0
-"""Time between two calls of ``_tick`` while the engine sends nothing."""
+TICK_S, BETWEEN_SPANS_S = 1.0, 0.25
 PORT_RETRY_S = 0.5
+LINGER_S = 15.0
+"""How long the last numbers are served after an engine that did not end as it should."""
 AFTER_SIGTERM_S = 5.0
-"""How long an exporter that is asked to end waits for its engine to end, which is asked at the same time mostly."""
-READ = 1 << 16  # bytes
-FIRST_LINES = 3
-"""The engine, its totals, and what it has counted since it sent them: without these the counters would be low."""
+"""How long an exporter that is asked to end waits for its engines to end, which are mostly asked at the same time."""
+_ERRORS = {where: signals.slot(signals.INTERNAL_ERRORS, where) for where in signals.INTERNAL_ERRORS.labels["where"]}
+
+
+class Served(NamedTuple):
+    """An engine whose metrics are served."""
+
+    engine: Engine
+    watch: EngineWatch
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class State:
+    """What an exporter leaves for the next one of the same engines, in the file of its lock."""
+
+    version: int = VERSION
+    pid: int = 0
+    url: str | None = None
+    positions: Positions = field(default_factory=dict)
+    counts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    """Its own, by an engine's name and slot."""
+
+    @classmethod
+    def read(cls, lock: files.Lock) -> State:
+        """Return what an earlier exporter has left; nothing if that was cut off, or is of another version."""
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            state = msgspec.json.decode(lock.read(), type=cls)
+            slots = range(signals.PROCESS_WIDTH)
+            if state.version == VERSION and all(slot in slots for own in state.counts.values() for slot in own):
+                return state
+        return cls()
 
 
 class Exporter:
-    """The exporter of one engine, whose first message came over this ``channel``."""
+    """The exporter of the engines of a server on this host, whose ``lock`` it has.
 
-    def __init__(self, channel: socket.socket, engine: EngineInfo) -> None:
-        self._channel = channel
-        self._engine = engine
-        self._started = start_time(engine.pid)
-        self._watch = EngineWatch(engine)
-        self._totals = Totals(engine, self._watch)
+    One that ``outlives`` the engine which started it closes that engine's stderr with it.
+    """
+
+    def __init__(self, server: str, options: ExporterOptions, lock: files.Lock, *, outlives: bool = False) -> None:
+        self._server, self._options, self._lock, self._outlives = server, options, lock, outlives
+        self._served: dict[str, Served] = {}
+        self._ended: set[str] = set()  # of these, those that have ended
         self._exposition = Exposition(self._totals, self._refresh)
-        self._counts = Counter[int]()  # slot -> what was counted here since it was sent to the engine
-        self._dropped = Counter[str]()
-        self._dropped_sum = 0
-        make = faults.contained("cut")(make_cutter)
-        self._cutter = make(engine.endpoint, engine.model, self._drop_spans) if engine.has_spans else None
-        self._push = self._make_push() if engine.otlp_metrics and not is_disabled() else None
-        self._server: Server | None = None
+        self._dropped = 0
+        self._spans: SpanReading | None = None
+        self._push: MetricsPush | None = None
+        self._http: Server | None = None
         self._began, self._bind_at = time.monotonic(), 0.0
         self._scrapes: tuple[float, ...] = ()  # when the last were; replaced as a whole, by the thread that serves
-        self._last_payload_s = engine.began_ns / 1e9
-        self._is_up = True
-        self._said_goodbye = False
+        self._before = self._kept = State.read(lock)
+        self._counted = deque[tuple[Totals, int, int]]()  # what is not shown yet, by any thread
         self._end_at: float | None = None
 
-    def _make_push(self) -> MetricsPush | None:
-        try:
-            return MetricsPush(self._totals, self._refresh, self._engine.began_ns)
-        except Exception as error:
-            log.error("the metrics are not sent by OTLP: %s", error)
-            return None
+    def run(self) -> bool:
+        """Serve until the engines are gone, or it is asked to end; return whether they are gone."""
+        ticked = -TICK_S
+        while True:
+            if time.monotonic() - ticked >= TICK_S:
+                ticked = time.monotonic()
+                self._tick()
+                if self._is_over() or not self._has_engine():
+                    break
+            self._export_spans()
+            time.sleep(BETWEEN_SPANS_S)
+        is_gone = not self._has_engine()
+        self._close(lingers=is_gone)
+        return is_gone
 
-    def _drop_spans(self, where: str, n: int) -> None:
-        self._dropped[where] += n
-        self._dropped_sum += n
-
-    def run(self, rest: bytes) -> None:
-        """Serve until the engine is gone; ``rest`` is what came after its first line."""
-        signal.signal(signal.SIGTERM, self._asked_to_end)
-        if self._push is not None:
-            self._push.start()
-        with suppress(OSError):  # the engine has ended: its lines are there all the same
-            self._channel.sendall(wire.to_line({"pid": os.getpid()}))
-        for line in lines(self._channel, rest, self._tick):
-            self._apply(line)
-            if self._said_goodbye:
-                break
-        if self._is_over() and not self._said_goodbye and self._engine_runs():
-            self._channel.close()  # upon which the engine starts another one
-            self._close(lingers=False)
-            return
-        self._is_up = False
-        self._close()
-
-    def _engine_runs(self) -> bool:
-        return self._started in (None, start_time(self._engine.pid))
-
-    def _is_over(self) -> bool:
-        return self._said_goodbye or (self._end_at is not None and time.monotonic() >= self._end_at)
-
-    def _asked_to_end(self, *_: Any) -> None:
+    def ask_to_end(self, *_: Any) -> None:
+        """End soon, after the engines if they end: a handler of signals."""
         self._end_at = time.monotonic() + AFTER_SIGTERM_S
 
-    @faults.contained("apply")
-    def _apply(self, line: bytes) -> None:
-        message = wire.from_line(line)
-        if message.get("bye"):
-            self._said_goodbye = True
-            return
-        begin = time.perf_counter_ns()
-        if not wire.is_ours(message):
-            once("version", logging.ERROR, "the engine runs another version of kvobs: its numbers are not recorded")
-            self._count(signals.INTERNAL_ERRORS, "version", 1)
-            return
-        taken = wire.read(message)
-        self._totals.add(taken)
-        if message.get("is_total") and self._push is not None:
-            self._push.take_as_sent()
-        applied = time.perf_counter_ns()
-        if self._cutter is not None and taken.spans:
-            for record in self._cutter.cut(taken.spans, self._engine.index):
-                self._totals.mark(record, time.time())
-            self._count(signals.SELF_SECONDS, "cut", time.perf_counter_ns() - applied)
-        # An equal one is what was counted here; an earlier one comes after the clock was put back.
-        if (payload_s := message.get("payload_s", 0.0)) not in (0.0, self._last_payload_s):
-            self._last_payload_s = payload_s
-            self._count(signals.SELF_SECONDS, "apply", applied - begin)
+    @property
+    def is_asked_to_end(self) -> bool:
+        return self._end_at is not None
 
-    def _tick(self) -> bool:
-        """Do all that is due; return whether to go on reading."""
-        if self._server is None and self._engine.port is not None and time.monotonic() >= self._bind_at:
-            self._bind(self._engine, self._engine.port)
-        self._send_counts()
-        return not self._is_over() and self._engine_runs()
+    def _is_over(self) -> bool:
+        return self._end_at is not None and time.monotonic() >= self._end_at
 
-    # What the exporter counts itself goes to the engine, and comes back with its numbers
+    def _has_engine(self) -> bool:
+        return any(served.engine.is_alive for served in self._served.values())
 
-    def _count(self, signal_: signals.Signal, where: str, n: int) -> None:
-        self._counts[signals.slot(signal_, where)] += n
+    def _totals(self) -> Iterable[Totals]:
+        return [served.totals for served in tuple(self._served.values())]
 
-    def _send_counts(self) -> None:
-        for where in list(self._dropped):
-            self._count(signals.SPANS_DROPPED, where, self._dropped.pop(where))
+    # What is due
+
+    @faults.contained("read")
+    def _tick(self) -> None:
+        self._find()
+        self._note_ends()
+        if self._http is None and self._options.port is not None and time.monotonic() >= self._bind_at:
+            self._bind(self._options.port)
+        if self._push is None and self._options.otlp_metrics and self._served and not is_disabled():
+            self._begin_push()
         for where, n in faults.take().items():
-            self._count(signals.INTERNAL_ERRORS, where, n)
-        if not self._counts:
-            return
-        # A new line, whatever got out before.
-        line = b"\n" + wire.to_line(wire.message(Increments(self._counts, [], {})))
-        with suppress(OSError):
-            if self._channel.send(line, socket.MSG_DONTWAIT) == len(line):
-                self._counts.clear()
-            # Part of a line is of no use to the engine, which leaves it out with the next one.
+            self._count(_ERRORS[where], n)
+        self._keep()
 
-    def _bind(self, engine: EngineInfo, port: int) -> None:
-        tls = partial(web_config.context, engine.web_config) if engine.web_config is not None else None
+    def _url(self) -> str | None:
+        options = self._options
+        return exporter_url(options.host, options.port, options.web_config) if options.port is not None else None
+
+    def _find(self) -> None:
+        """Find the engines that have begun since, and their processes."""
+        for name in engines_of(self._server):
+            if name not in self._served:
+                engine = Engine(name, self._before.positions)
+                engine.find()
+                if engine.info is not None:
+                    watch = EngineWatch(engine)
+                    totals = Totals(engine, watch, own=self._before.counts.get(name))
+                    self._served[name] = Served(engine, watch, totals)
+                    self._trace(engine.info)
+        for served in self._served.values():
+            served.engine.find()
+
+    def _note_ends(self) -> None:
+        """Note what the engines that have ended since died of: others may go on."""
+        for served in self._served.values():
+            if served.engine.name not in self._ended and not served.engine.is_alive:
+                self._ended.add(served.engine.name)
+                self._exposition.forget()  # it says that the engine is up
+                if not served.engine.has_ended_well:
+                    served.watch.ended()
+
+    @faults.contained("export")
+    def _trace(self, info: EngineInfo) -> None:
+        """Begin to export spans, if the engine is traced."""
+        if self._spans is None and info.has_spans:
+            cutter = make_cutter(info.endpoint, info.model, self._drop_spans)
+            self._spans = SpanReading(cutter, self._count_for, self._keep)
+
+    def _begin_push(self) -> None:
+        heads = [served.engine.head for served in self._served.values()]
+        began_ns = min(head.began_ns for head in heads if head is not None)
         try:
-            self._server = Server(engine.host, port, self._text, self._health, tls)
+            self._push = MetricsPush(self._series, began_ns)
+        except Exception as error:
+            once("otlp", logging.ERROR, "the metrics are not sent by OTLP: %s", error)
+            return
+        if self._before.positions:
+            self._push.take_as_sent()
+        self._push.start()
+
+    def _series(self) -> Iterator[tuple[Signal, list[Point]]]:
+        self._refresh()
+        engines = [dict(totals.series()) for totals in self._totals()]
+        return ((metric, [point for points in engines for point in points[metric]]) for metric in SIGNALS)
+
+    @faults.contained("export")
+    def _export_spans(self, *, is_last: bool = False) -> None:
+        if self._spans is not None:
+            export = self._spans.finish if is_last else self._spans.go_on
+            export([served.totals for served in self._served.values() if self._exports(served.engine)])
+
+    def _exports(self, engine: Engine) -> bool:
+        """Return whether the spans of an engine are exported here, and not by vLLM's API server."""
+        if engine.info is None or not engine.info.has_spans:
+            return False
+        return not files.is_held(files.folder(), engine.name.removesuffix("-") + files.COLLECTOR)
+
+    def _drop_spans(self, where: str, n: int) -> None:
+        self._dropped += n
+        self._count(signals.slot(signals.SPANS_DROPPED, where), n)
+
+    def _count(self, slot: int, n: int) -> None:
+        """Count what is of no engine alone for the first one."""
+        for totals in self._totals():
+            self._count_for(totals, slot, n)
+            break
+
+    def _count_for(self, totals: Totals, slot: int, n: int) -> None:
+        self._counted.append((totals, slot, n))
+
+    def _keep(self) -> None:
+        """Write down which spans were read and what was counted here, and show it then: no count falls after a kill."""
+        counted = [self._counted.popleft() for _ in range(len(self._counted))]
+        own = {served.engine.name: served.totals.own for served in self._served.values()}
+        for totals, slot, n in counted:
+            own[totals.engine.name][slot] += n
+        positions = {name: at for served in self._served.values() for name, at in served.engine.positions().items()}
+        state = State(pid=os.getpid(), url=self._url(), positions=positions, counts=own)
+        if state != self._kept:
+            self._kept = state
+            text = "the exporter can't note what it has read: %s. When it is started again, some spans are sent twice"
+            with files.reported(text):
+                self._lock.write(msgspec.json.encode(state))
+        for totals, slot, n in counted:
+            totals.count(slot, n)
+
+    def _bind(self, port: int) -> None:
+        options = self._options
+        tls = partial(web_config.context, options.web_config) if options.web_config is not None else None
+        try:
+            self._http = Server(options.host, port, self._text, self._health, tls)
         except OSError as error:
             now = time.monotonic()
             self._bind_at = now + PORT_RETRY_S
             found, fix = error.strerror or str(error), "correct this in kvobs.exporter"
             if error.errno == errno.EADDRINUSE:
-                if now < self._began + engine.linger_s:
-                    return  # the exporter of an engine that is gone may have it, which ends by itself
+                if now < self._began + LINGER_S:
+                    return  # the exporter of engines that are gone may have it, and ends soon
                 found, fix = f"{found}, held by {holder(port)}", "set kvobs.exporter.port to a free one"
             text = (
                 "the exporter can't listen on %s:%d: %s. The engine serves, without kvobs's metrics until it can. "
                 "Fix: %s"
             )
-            once("port", logging.WARNING, text, engine.host, port, found, fix)
+            once("port", logging.WARNING, text, options.host, port, found, fix)
             self._bind_at += 10 * PORT_RETRY_S
             return
-        log.info("kvobs's metrics are at %s", exporter_url(engine.host, port, engine.web_config))
-        if engine.web_config is None and is_reached_from_elsewhere(engine.host):
+        log.info("kvobs's metrics are at %s", self._url())
+        if options.web_config is None and is_reached_from_elsewhere(options.host):
             log.warning("kvobs's metrics at port %d: %s. Fix: %s", port, OPEN_TO_ALL, LESS_OPEN)
+
+    # What is served
 
     def _text(self, accept: str) -> tuple[str, bytes]:
         self._scrapes = (*self._scrapes[-7:], time.monotonic())
@@ -190,100 +271,88 @@ class Exporter:
 
     def _refresh(self) -> None:
         """Bring the exporter's own gauges up to date."""
-        self._totals.set_exporter_gauge(signals.ENGINE_UP, int(self._is_up))
-        if self._engine.has_core:
-            self._totals.set_exporter_gauge(signals.LAST_PAYLOAD, self._last_payload_s)
-            if self._engine.has_spans:  # without it nothing is traced
-                self._totals.set_exporter_gauge(signals.SPANS_QUEUED, self._queued)
-
-    @property
-    def _queued(self) -> int:
-        return self._cutter.queued if self._cutter is not None else 0
+        for served in tuple(self._served.values()):
+            served.totals.set_gauge(signals.ENGINE_UP, int(served.engine.is_alive))
+            if self._spans is not None and served.engine.has_core:
+                served.totals.set_gauge(signals.SPANS_QUEUED, self._spans.cutter.queued)
 
     def _health(self) -> tuple[bool, dict[str, Any]]:
-        state: dict[str, Any] = {
-            "engine": "alive" if self._is_up else "gone",
-            "engine_pid": self._engine.pid,
-            "processes": self._watch.states(),
-            "version": __version__,
-        }
-        if self._engine.has_core:
-            state |= {
-                "seconds_since_last_payload": round(time.time() - self._last_payload_s, 3),
-                "spans_queued": self._queued,
-                "spans_dropped": self._dropped_sum,
+        engines = [
+            {
+                "engine": info.index,
+                "state": "alive" if served.engine.is_alive else "gone",
+                "pid": head.pid,
+                "processes": served.watch.states(),
             }
-        return self._is_up, state
+            for served in tuple(self._served.values())
+            if (head := served.engine.head) is not None and (info := head.engine)
+        ]
+        is_up = any(engine["state"] == "alive" for engine in engines)
+        queued = self._spans.cutter.queued if self._spans is not None else 0
+        state = {"engines": engines, "spans_queued": queued, "spans_dropped": self._dropped, "version": __version__}
+        return is_up, state
 
     # The end
 
-    def _close(self, *, lingers: bool = True) -> None:
-        """Send what waits, serve the last numbers for a while, and end."""
-        self._exposition.forget()  # it says that the engine is up
-        if not self._is_over():
-            self._watch.ended()
+    def _close(self, *, lingers: bool) -> None:
+        """Export what is left, serve the last numbers for a while, and end."""
+        is_well = all(served.engine.has_ended_well for served in self._served.values())
         ended = time.monotonic()
-        if self._cutter is not None:
-            self._cutter.close()
+        self._export_spans(is_last=lingers)
+        if self._spans is not None:
+            self._spans.cutter.close()
+        self._keep()
         if self._push is not None:
             self._push.close()
-        _let_go_of_stderr()
-        if self._server is None:
+        if self._outlives:
+            _let_go_of_stderr()
+        if self._http is None:
             return
         gap = self._longest_gap()
-        wanted = self._engine.linger_s if not self._said_goodbye else min(self._engine.linger_s, gap * 1.5)
+        wanted = LINGER_S if not is_well else min(LINGER_S, gap * 1.5)
         readers = sum(at > ended - gap * 1.1 for at in self._scrapes)  # more than one may scrape it
-        while lingers and time.monotonic() - ended < wanted:
-            if self._said_goodbye and 0 < readers <= sum(at > ended for at in self._scrapes):
+        while lingers and time.monotonic() - ended < wanted and not self._is_over():
+            if is_well and 0 < readers <= sum(at > ended for at in self._scrapes):
                 time.sleep(0.1)  # for the answer to get out
                 break
             time.sleep(0.05)
-        self._server.close()
+        self._http.close()
 
     def _longest_gap(self) -> float:
         """Return the longest time between the last scrapes, as far as it is known."""
         gaps = [after - before for before, after in pairwise(self._scrapes)]
-        return max(gaps, default=self._engine.linger_s if self._scrapes else 0.0)
+        return max(gaps, default=LINGER_S if self._scrapes else 0.0)
 
 
-def lines(channel: socket.socket, rest: bytes, tick: Callable[[], bool]) -> Iterator[bytes]:
-    """Yield the lines of a socket to its end, and call ``tick`` after the first ones and then about once a second.
+def lock_of(server: str) -> files.Lock:
+    """Return the lock of a server's exporter, which another process may have."""
+    return files.Lock(files.folder(), f"{server}{files.EXPORTER}")
 
-    When it returns False, only what has come already is still read.
-    """
-    channel.settimeout(TICK_S)
-    unread, ticked = rest, -TICK_S
+
+def serve(server: str, options: ExporterOptions, lock: files.Lock, *, outlives: bool = False) -> bool:
+    """Serve a server's engines until they are gone; return False if it was asked to end before."""
+    exporter = Exporter(server, options, lock, outlives=outlives)
+    signal.signal(signal.SIGTERM, exporter.ask_to_end)
+    are_gone = exporter.run()
+    lock.release(remove=are_gone)  # else the next exporter reads there what this one has exported
+    return not exporter.is_asked_to_end
+
+
+def await_server() -> tuple[str, files.Lock]:
+    """Return the server that began last of those that no exporter serves, once one has an engine that runs."""
     while True:
-        *whole, unread = unread.split(b"\n")
-        yield from whole
-        if time.monotonic() - ticked >= TICK_S:
-            ticked = time.monotonic()
-            if not tick():
-                channel.setblocking(False)
-        try:
-            data = channel.recv(READ)
-        except TimeoutError:
-            continue
-        except OSError:
-            return
-        if not data:
-            return
-        unread += data
-
-
-def first_lines(channel: socket.socket) -> tuple[EngineInfo, bytes]:
-    """Read the engine's first lines; return the engine, and what came after the line that introduces it.
-
-    Raises:
-        ValueError: the engine has ended, or sent other lines.
-    """
-    data = b""
-    while data.count(b"\n") < FIRST_LINES:
-        if not (more := channel.recv(READ)):
-            raise ValueError("the engine ended before its first lines")
-        data += more
-    line, _, rest = data.partition(b"\n")
-    return msgspec.convert(wire.from_line(line), EngineInfo), rest
+        for server in reversed(servers()):
+            engines = [Engine(name) for name in engines_of(server)]
+            for engine in engines:
+                engine.find()
+            if any(engine.is_alive for engine in engines):
+                lock = lock_of(server)
+                if lock.is_mine:
+                    return server, lock
+                lock.release()
+                text = "another exporter serves the engines of a server; this one takes over when that one ends"
+                once(f"taken:{server}", logging.WARNING, text)
+        time.sleep(TICK_S)
 
 
 def _let_go_of_stderr() -> None:

@@ -1,36 +1,35 @@
-"""Take the stats payload in the API server: kvobs's own part to the totals of its engine, the rest to the children.
+"""Show the metrics in vLLM's API server: kvobs's own read from the pages, the connectors' stats by their own metrics.
 
-Children's own metrics keep their names and get the label ``connector``. A family that several children define is
-registered once, and each child observes through its own metrics object. Nothing here raises into vLLM.
+Connectors' own metrics keep their names and get the label ``connector``. A family that several of them define is
+registered once, and each observes through its own metrics object. Nothing here raises into vLLM.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
-import os
-from collections import defaultdict
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from time import perf_counter_ns, time
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client import REGISTRY, Counter
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stock
 
 from kvobs import faults
+from kvobs.export.engine import Engine
 from kvobs.export.engine_watch import EngineWatch
-from kvobs.export.feed import describe_engine
+from kvobs.export.summary import Summary
 from kvobs.export.totals import Totals, TotalsCollector
-from kvobs.log import once
-from kvobs.probe.black_box import Identity
-from kvobs.probe.increments import Increments
+from kvobs.log import log, once
+from kvobs.page import files
+from kvobs.page.description import Identity
 from kvobs.schema import signals
 from kvobs.schema.config import RESERVED_NAME
 from kvobs.schema.options import ExporterOptions, Options
 from kvobs.schema.signals import LABEL, SIGNALS, Scope
-from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.kvobs_stats import KvobsStats, as_dict
+from kvobs.telemetry.payload.stats import as_dict
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.vllm_api import versions
 
@@ -39,18 +38,19 @@ if TYPE_CHECKING:
 
     from kvobs.connectors.specs import ChildSpec
     from kvobs.export.span_export import SpanCutter
+    from kvobs.export.span_reading import SpanReading
 
 _METRICS = tuple(signal for signal in SIGNALS if signal.scope is not Scope.EXPORTER)
 
 
 class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
-    """Observes each child's part of the payload through the child's own metrics, and adds up kvobs's numbers."""
+    """Observes each connector's part of the stats through its own metrics, and publishes kvobs's numbers."""
 
     _prom_metrics: dict[str, Any]
-    _cutter: SpanCutter | None = None
-    _warns = False
     _registered: ClassVar[list[Any]] = []
     """The collectors in prometheus_client's registry of the last engine that was built in this process."""
+    _shown: ClassVar[list[Shown]] = []
+    """What this process shows of that engine."""
 
     def __init__(
         self,
@@ -63,23 +63,20 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
         options: Options,
     ) -> None:
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues, {})
-        self._totals: dict[int, Totals] = {}
-        self.collector = TotalsCollector(self._totals.values(), _METRICS)
-        self._spent: dict[int, defaultdict[int, int]] = {}  # engine -> time spent by slot, until it is added
         self._forget_last_engine()
         self._define_childrens(vllm_config, metric_types, of)
-        if not isinstance(options.exporter, ExporterOptions):  # else kvobs's own numbers and spans are there
-            is_seen = metric_types[Counter] is Counter and not versions.has_multiprocess_metrics()
-            self._warns = not is_seen and options.exporter is not None
-            self._names = tuple(spec.name for spec in of)
-            self._define_own(vllm_config, of, options, is_seen=is_seen)
-            self._cutter = self._make_cutter(vllm_config, options)
+        # Several API servers show files of prometheus_client, and Ray metrics of its own classes.
+        is_seen = metric_types[Counter] is Counter and not versions.has_multiprocess_metrics()
+        if is_seen and not isinstance(options.exporter, ExporterOptions):
+            self._define_own(vllm_config, options)
 
     @classmethod
     def _forget_last_engine(cls) -> None:
         while cls._registered:
             with suppress(KeyError):  # vLLM has unregistered it, as it does with names that begin with "vllm:"
                 REGISTRY.unregister(cls._registered.pop())
+        while cls._shown:
+            cls._shown.pop().close()
 
     def _define_childrens(
         self, vllm_config: VllmConfig, metric_types: Mapping[Any, Any], of: Sequence[ChildSpec]
@@ -114,39 +111,26 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
 
         return {kind: maker(real) for kind, real in metric_types.items()}
 
-    @faults.contained("apply")
-    def _define_own(self, vllm_config: VllmConfig, of: Sequence[ChildSpec], options: Options, *, is_seen: bool) -> None:
-        """Begin the totals of each engine, and publish them if vLLM's own metrics are in the same registry."""
-        engine, identity = describe_engine(vllm_config, of, options, os.getpid()), Identity.of(vllm_config)
+    @faults.contained("read")
+    def _define_own(self, vllm_config: VllmConfig, options: Options) -> None:
+        """Publish kvobs's numbers of each engine, unless an exporter shows them, and say so to the engines."""
+        identity, models = Identity.of(vllm_config), {}
+        if files.is_held(files.folder(), f"{identity.server}{files.EXPORTER}"):
+            log.info("kvobs's exporter shows the metrics: they are not at /metrics of this process")
+            return
         for index, values in self.per_engine_labelvalues.items():
-            model = str(dict(zip(self._labelnames, values, strict=True))[signals.VLLM_LABELS[0]])
-            mine = replace(engine, model=model, index=index, pages=identity.pages(index))
-            self._totals[index] = Totals(mine, EngineWatch(mine, logs_end=True) if is_seen else None)
-        if is_seen:
-            self._registered.append(self.collector)
-            REGISTRY.register(self.collector)
-
-    @faults.contained("cut")
-    def _make_cutter(self, vllm_config: VllmConfig, options: Options) -> SpanCutter | None:
-        """Return the exporter of span records, if anything is traced."""
-        if (tracing := TracingSettings.of(options, vllm_config)) is None:
-            return None
-        from kvobs.export.span_export import make_cutter
-
-        return make_cutter(tracing.endpoint, versions.model_name(vllm_config), self._drop_spans)
-
-    @faults.contained("cut")
-    def _drop_spans(self, where: str, n: int) -> None:
-        """Count lost spans; the exporter's thread does not know their engine, and counts them for the first one."""
-        _count(self._totals[min(self._totals)], {signals.slot(signals.SPANS_DROPPED, where): n})
+            models[index] = str(dict(zip(self._labelnames, values, strict=True))[signals.VLLM_LABELS[0]])
+        shown = Shown(identity.server, models, TracingSettings.of(options, vllm_config))
+        REGISTRY.register(shown.collector)  # refuses names that others have
+        self._registered.append(shown.collector)
+        self._shown.append(shown)
+        shown.announce()
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one step's payload of one engine."""
+        """Record one step's stats of one engine."""
         for name, value in transfer_stats_data.items():
             if name != RESERVED_NAME and name in self._prom_metrics:
                 self._observe_child(name, value, engine_idx)
-        if self._totals:
-            self._observe_numbers(transfer_stats_data, engine_idx)
 
     def _observe_child(self, name: str, value: Any, engine: int) -> None:
         try:
@@ -155,67 +139,88 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
             text = "the stats of connector %r can't be recorded as metrics"
             once(f"observe:{name}", logging.ERROR, text, name, exc_info=True)
 
-    def _observe_numbers(self, transfer_stats_data: Mapping[str, Any], engine: int) -> None:
-        """Add kvobs's own part of the payload, and the time it takes."""
-        begin = perf_counter_ns()
-        stats = None
-        try:
-            stats = _numbers(transfer_stats_data)
-            if stats is not None:
-                if self._warns:
-                    once("unseen", logging.WARNING, _UNSEEN)
-                self._add(stats, self._totals[engine])
-        except Exception:
-            faults.contain("apply")
-        applied = perf_counter_ns()
-        if stats is not None and self._cutter is not None:
-            self._cut(self._cutter, stats, engine)
-        spent = self._spent.setdefault(engine, defaultdict(int))
-        spent[_APPLY] += applied - begin
-        spent[_CUT] += perf_counter_ns() - applied
-        if stats is not None or faults.are_waiting():
-            self._observe_self(engine)
 
-    def _add(self, stats: KvobsStats, totals: Totals) -> None:
-        if stats.is_ours and tuple(stats.children) == self._names:
-            totals.add(stats.increments())
-            return
-        text = (
-            "the engine runs a different version of kvobs than the API server, or different connectors: its "
-            "numbers (%.200s) are not recorded"
-        )
-        once("version", logging.ERROR, text, {key: stats.data.get(key) for key in ("v", "table", "children")})
-        _count(totals, {signals.slot(signals.INTERNAL_ERRORS, "version"): 1})
+class Shown:
+    """Shows the engines of a server from their pages, and exports their spans: ``models`` by the engine's number."""
 
-    @faults.contained("cut")
-    def _cut(self, cutter: SpanCutter, stats: KvobsStats, engine: int) -> None:
-        """Export the payload's spans, and put their exemplars on the histograms."""
-        for record in cutter.cut(wire.spans(stats.data), engine):
-            self._totals[engine].mark(record, time())
+    def __init__(self, server: str, models: Mapping[int, str], tracing: TracingSettings) -> None:
+        self._server = server
+        self._totals: dict[int, Totals] = {}
+        for index, model in models.items():
+            engine = Engine(f"{server}-{index}-")
+            engine.find()
+            self._totals[index] = Totals(engine, EngineWatch(engine, logs_end=True), model)
+        self.collector = TotalsCollector(self._totals.values, _METRICS)
+        self._locks: list[files.Lock] = []
+        self._is_over, self._reading = Event(), Lock()
+        self._cutter = self._make_cutter(tracing, next(iter(models.values()), "")) if tracing.is_on else None
+        self._spans = self._read_spans(self._cutter) if self._cutter is not None else None
+        self._summaries = {index: Summary() for index in models}
+        Thread(target=_run, args=(weakref.ref(self), self._is_over), name="kvobs-spans", daemon=True).start()
 
-    @faults.contained("apply")
-    def _observe_self(self, engine: int) -> None:
-        """Add this process's own cost and internal errors, for the engine of the current payload."""
-        counts = self._spent.pop(engine)
+    def announce(self) -> None:
+        """Let the engines know that this process shows them."""
+        with files.reported("an engine can't know that its metrics are shown here, and starts an exporter: %s"):
+            names = [f"{self._server}-{index}{files.COLLECTOR}" for index in self._totals]
+            self._locks += [files.Lock(files.folder(), name) for name in names]
+
+    def close(self) -> None:
+        """End, once the last spans are exported."""
+        self._is_over.set()
+        self.export_spans(is_last=not any(totals.engine.is_alive for totals in self._totals.values()))
+        with self._reading:
+            self._spans = None
+        if self._cutter is not None:
+            self._cutter.close()
+        for lock in self._locks:
+            lock.release()
+        self._locks = []
+
+    @faults.contained("export")
+    def _make_cutter(self, tracing: TracingSettings, model: str) -> SpanCutter:
+        from kvobs.export.span_export import make_cutter
+
+        cutter = make_cutter(tracing.endpoint, model, self._drop_spans)
+        atexit.register(_close, weakref.ref(self))  # it is called before the cutter's own
+        return cutter
+
+    def _read_spans(self, cutter: SpanCutter) -> SpanReading:
+        from kvobs.export.span_reading import SpanReading
+
+        return SpanReading(cutter)
+
+    @faults.contained("export")
+    def _drop_spans(self, where: str, n: int) -> None:
+        """Count lost spans; the exporter's thread does not know their engine, and counts them for the first one."""
+        self._totals[min(self._totals)].count(signals.slot(signals.SPANS_DROPPED, where), n)
+
+    @faults.contained("export")
+    def export_spans(self, *, is_last: bool = False) -> None:
+        """Export what the engines have written since, and put exemplars on the histograms."""
+        with self._reading:
+            if self._spans is not None:
+                export = self._spans.finish if is_last else self._spans.go_on
+                export(tuple(self._totals.values()))
+
+    @faults.contained("read")
+    def look(self) -> None:
+        """Count the contained errors of this process, and log what the connectors did, now and then."""
         for where, n in faults.take().items():
-            counts[signals.slot(signals.INTERNAL_ERRORS, where)] += n
-        _count(self._totals[engine], counts)
+            self._totals[min(self._totals)].count(signals.slot(signals.INTERNAL_ERRORS, where), n)
+        for index, totals in self._totals.items():
+            self._summaries[index].log(totals.engine, index)
 
 
-_UNSEEN = (
-    "this process gets kvobs's numbers, and does not show them: several API servers, Ray Serve, or "
-    f"{versions.MULTIPROCESS}. Set kvobs.exporter to {{}}"
-)
-_APPLY, _CUT = (signals.slot(signals.SELF_SECONDS, where) for where in ("apply", "cut"))
+LOOK_S = 0.25
 
 
-def _count(totals: Totals, counts: dict[int, int]) -> None:
-    totals.add(Increments(counts, [], {}))
+def _run(reference: weakref.ref[Shown], is_over: Event) -> None:
+    while not is_over.wait(LOOK_S) and (shown := reference()) is not None:
+        shown.export_spans()
+        shown.look()
+        del shown
 
 
-def _numbers(payload: Mapping[str, Any]) -> KvobsStats | None:
-    """Return kvobs's own part of a payload; None in most steps, which have no numbers."""
-    if RESERVED_NAME not in payload:
-        return None
-    stats = KvobsStats(data=as_dict(payload[RESERVED_NAME]))
-    return None if stats.is_bare else stats
+def _close(reference: weakref.ref[Shown]) -> None:
+    if (shown := reference()) is not None:
+        shown.close()

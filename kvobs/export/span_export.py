@@ -1,4 +1,4 @@
-"""Convert span records of the payload to OpenTelemetry spans in the exporter or the API server, and export them.
+"""Convert the span records of an engine's pages to OpenTelemetry spans, and export them: in whoever reads these pages.
 
 Ids and times are already set, so that spans go directly to a batch processor without a tracer: a sixth of the cost. The
 processor and its exporter are kvobs's own, never the global ones; a slow or absent collector costs spans, which are
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread, local
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 Dropped = Callable[[str, int], None]  # place, how many: see kvobs_spans_dropped_total
 
-SPANS_PER_SECOND = 200  # spans, sustained: above it the encoding slows the API server's event loop
-RESERVED = 50  # of these, reserved for slow and failed ones
 DELAY_MS = 1_000  # between batches: with several API servers vLLM leaves no time to send the rest at the end
 CLOSING_S = 3.0
 _QUEUE, _BATCH = 2048, 512  # OpenTelemetry's defaults
@@ -60,8 +58,6 @@ class SpanCutter:
     ) -> None:
         self._attributes = attributes
         self._dropped = dropped
-        self._clock = clock
-        self._room, self._since = float(SPANS_PER_SECOND), clock()
         self._queue_size = _from_environment("OTEL_BSP_MAX_QUEUE_SIZE", _QUEUE)
         self._handed_on = 0
         self._exporter = CountingExporter(exporter, dropped, to, clock)
@@ -79,33 +75,18 @@ class SpanCutter:
         self._closing.start()
         atexit.register(self.close)
 
-    def cut(self, groups: Iterable[Sequence[Any]], engine: int) -> list[Record]:
-        """Export the records of one payload, group by group; return the accepted ones."""
+    def cut(self, groups: Iterable[Sequence[Record]], engine: int) -> list[Record]:
+        """Export records, group by group; return those for which the queue had room."""
         exported: list[Record] = []
-        for group in groups:
-            records = [record for row in group if (record := Record.read(row)) is not None]
-            lost = self._lost(records) if len(records) == len(group) else "malformed"
-            if lost:
-                self._dropped(lost, len(group))
+        for records in groups:
+            if len(records) > self.room:
+                self._dropped("queue", len(records))
                 continue
             for record in records:
                 self._processor.on_end(self._span(record, engine))
             self._handed_on += len(records)
             exported += records
         return exported
-
-    def _lost(self, records: Sequence[Record]) -> str:
-        """Return where a group is lost, if it is: at the rate limit, or at the full queue."""
-        now = self._clock()
-        self._room = min(SPANS_PER_SECOND, self._room + (now - self._since) * SPANS_PER_SECOND)
-        self._since = now
-        is_urgent = any(record.is_urgent for record in records)
-        if self._room - len(records) < (0 if is_urgent else RESERVED):
-            return "rate"
-        if self.queued + len(records) > self._queue_size:
-            return "queue"
-        self._room -= len(records)
-        return ""
 
     def _span(self, record: Record, engine: int) -> ReadableSpan:
         attributes = {**record.attributes, **self._attributes, spans.ENGINE: engine, spans.REASON: str(record.reason)}
@@ -129,6 +110,11 @@ class SpanCutter:
     def queued(self) -> int:
         """Return how many spans wait for the collector."""
         return max(0, self._handed_on - self._exporter.handled)
+
+    @property
+    def room(self) -> int:
+        """Return how many more may wait."""
+        return self._queue_size - self.queued
 
     def close(self) -> None:
         """Send the remaining spans, for a few seconds at most; called once."""

@@ -1,6 +1,6 @@
 /* Time and count calls into connectors: the same as kvobs/probe/pure.py, which is the reference, compiled.
  *
- * All numbers are 64-bit words of one page, which kvobs/probe/black_box.py lays out: marks of the calls in progress,
+ * All numbers are 64-bit words of one page, which kvobs/page/layout.py lays out: marks of the calls in progress,
  * histograms, a ring of the last calls. They are written with plain stores, under the GIL. Whatever is rare, such as
  * a slow or failed call, is handed to Python.
  *
@@ -14,10 +14,10 @@
 #include <string.h>
 #include <time.h>
 
-#define VERSION 3
+#define VERSION 4
 #define BITS 65 /* of a duration: 0 to 64 */
 #define RECORD 3 /* words: begin and duration of a call, and which it was */
-#define CALLS_AT 32 /* the first bit of the number of calls in a record's last word; see kvobs/probe/ring.py */
+#define CALLS_AT 32 /* the first bit of the number of calls in a record's last word; see kvobs/page/calls.py */
 #define UNLIKELY(x) __builtin_expect(!!(x), 0)
 
 typedef struct {
@@ -418,28 +418,6 @@ static PyObject *probe_waits(Probe *self, PyObject *args) {
     return (PyObject *)waits;
 }
 
-/* take(first, taken): the growth of the words from `first` on since the last time, by their distance from it */
-static PyObject *probe_take(Probe *self, PyObject *args) {
-    Py_ssize_t first;
-    Py_buffer taken;
-    if (!PyArg_ParseTuple(args, "nw*:take", &first, &taken)) return NULL;
-    Py_ssize_t n = taken.len / (Py_ssize_t)sizeof(int64_t);
-    PyObject *grown = is_within(self, first, n) ? PyDict_New() : NULL;
-    const int64_t *now = self->words + first;
-    int64_t *then = taken.buf;
-    for (Py_ssize_t i = 0; grown && i < n; i++) {
-        int64_t more = (int64_t)((uint64_t)now[i] - (uint64_t)then[i]);
-        if (!more) continue;
-        PyObject *key = PyLong_FromSsize_t(i), *value = PyLong_FromLongLong(more);
-        if (!key || !value || PyDict_SetItem(grown, key, value) < 0) Py_CLEAR(grown);
-        else add(&then[i], more);
-        Py_XDECREF(key);
-        Py_XDECREF(value);
-    }
-    PyBuffer_Release(&taken);
-    return grown;
-}
-
 static PyObject *probe_note(Probe *self, PyObject *args) {
     long long begin, spent, what;
     if (!PyArg_ParseTuple(args, "LLL:note", &begin, &spent, &what)) return NULL;
@@ -452,7 +430,6 @@ static PyMethodDef probe_methods[] = {
     {"fan_out", (PyCFunction)probe_fan_out, METH_VARARGS, "Return a call of several connectors, each of which is timed."},
     {"waits", (PyCFunction)probe_waits, METH_VARARGS, "Return what measures the waits of steps."},
     {"note", (PyCFunction)probe_note, METH_VARARGS, "Write a call into the ring."},
-    {"take", (PyCFunction)probe_take, METH_VARARGS, "Return by how much words have grown."},
     {NULL}};
 static PyType_Slot probe_slots[] = {{Py_tp_new, probe_new}, {Py_tp_methods, probe_methods}, {Py_tp_dealloc, probe_dealloc}, {0, NULL}};
 static PyType_Spec probe_spec = {"kvobs.probe.compiled.Probe", sizeof(Probe), 0, Py_TPFLAGS_DEFAULT, probe_slots};

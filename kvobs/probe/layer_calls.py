@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvobs import faults
 from kvobs.clock import WALL_OFFSET
-from kvobs.probe import ring
+from kvobs.page.calls import pack
 from kvobs.probe.pure import Call, Wait
 from kvobs.probe.recorder import SUM, CallEvent, Recorder, buckets
 from kvobs.schema.signals import LOAD_STALL, SAVE_STALL
@@ -39,7 +39,7 @@ class LayerCalls:
     def __init__(self, hook: str, targets: Sequence[LayerCall], recorder: Recorder) -> None:
         self.hook, self.targets = hook, targets
         self._recorder = recorder
-        self._fan_outs = recorder.box.fan_outs(hook)
+        self._fan_outs = recorder.page.fan_outs(hook)
         self._before = 0  # fan-outs, when the step began
         self.last_ns = 0
         """When the ended step's last layer ended, in ns since the epoch; 0 without one."""
@@ -55,7 +55,7 @@ class LayerCalls:
                 of_layers[i].histogram + SUM if i in of_layers else -1,
                 recorder.calls(i, step_hook) + SUM,
                 recorder.histogram(i, signal),
-                ring.pack(recorder.box.marks(i, hook), 0),
+                pack(recorder.page.marks(i, hook), 0),
             )
             for i in range(recorder.children)
         ]

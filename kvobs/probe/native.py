@@ -11,7 +11,7 @@ from kvobs.probe.pure import Clock, Probe, PureProbe
 
 VARIABLE = "KVOBS_NATIVE"
 """Environment variable: 0 leaves the compiled probe out."""
-VERSION = 3
+VERSION = 4
 
 
 class Choice(NamedTuple):

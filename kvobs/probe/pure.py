@@ -1,7 +1,7 @@
 """Time and count calls into connectors, in Python: the reference, and what runs where ``compiled`` does not.
 
-``compiled.c`` is the same in C, and the tests run over both. All numbers are 64-bit words of one page, which
-``black_box`` lays out. Whatever is rare, such as a slow or failed call, is handed to the ``Target``.
+``compiled.c`` is the same in C, and the tests run over both. All numbers are 64-bit words of one page (see
+``kvobs.page.layout``). Whatever is rare, such as a slow or failed call, is handed to the ``Target``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from kvobs.probe.ring import CALLS_AT, WORDS, pack
+from kvobs.page.calls import CALLS_AT, WORDS, pack
 
 Call = Callable[..., Any]
 Clock = Callable[[], int]
@@ -75,9 +73,6 @@ class Probe(Protocol):
 
     def waits(self, rows: tuple[Wait, ...], fan_outs: int, buckets: bytes, total: int, /) -> Waits:
         """Return what measures the waits of steps for the layers of these fan-outs; the last two are of ``stalls``."""
-
-    def take(self, first: int, taken: bytearray, /) -> dict[int, int]:
-        """Return by how much the words from ``first`` on have grown since the last time, by their distance from it."""
 
 
 class PureProbe(Probe):
@@ -217,15 +212,6 @@ class PureProbe(Probe):
 
     def waits(self, rows: tuple[Wait, ...], fan_outs: int, buckets: bytes, total: int, /) -> Waits:
         return PureWaits(self, rows, fan_outs, buckets, total)
-
-    def take(self, first: int, taken: bytearray, /) -> dict[int, int]:
-        for fan_outs in self._short:
-            self.settle(fan_outs)
-        then = np.frombuffer(taken, np.int64)
-        grown = np.frombuffer(self.words, np.int64)[first : first + len(then)] - then
-        then += grown  # another thread may have counted more since
-        where = grown.nonzero()[0]
-        return dict(zip(where.tolist(), grown[where].tolist(), strict=True))
 
 
 class PureWaits(Waits):

@@ -1,14 +1,13 @@
 """Time and count every call into a connector, and detect slow and failed calls: the hot path.
 
-``take`` returns the increments since the last call, so that receivers only add. An error in here is contained: it never
-reaches the child, the caller, or vLLM.
+All numbers are words of the process's page, where others read them. An error in here is contained: it never reaches the
+child, the caller, or vLLM.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from time import perf_counter_ns
@@ -19,9 +18,9 @@ from kvobs import faults
 from kvobs.clock import WALL_OFFSET
 from kvobs.faults import contained
 from kvobs.log import once
-from kvobs.probe import native, ring
-from kvobs.probe.black_box import BlackBox
-from kvobs.probe.increments import Increments
+from kvobs.page.calls import pack
+from kvobs.page.writer import PageWriter, describe, plain
+from kvobs.probe import native
 from kvobs.probe.pauses import Pauses
 from kvobs.probe.pure import Call, Target
 from kvobs.schema import signals
@@ -38,7 +37,6 @@ def buckets(signal: Signal) -> bytes:
 
 
 _CALLS = {name: signals.slot(CALL_DURATION, signals.hook_label(name)) for name in signals.TIMED}
-_BUCKETS = frozenset(first + i for first in _CALLS.values() for i in range(SUM))
 
 NEVER = 2**63 - 1  # ns
 
@@ -77,7 +75,7 @@ class Recorder:
     """The numbers of one process.
 
     A call longer than ``slow_ns``, without the process's ``pauses``, is counted as slow; hooks called once or on demand
-    are exempt. ``box`` shows the call in progress and the last ones.
+    are exempt. ``page`` has the numbers, the call in progress and the last ones.
     """
 
     def __init__(
@@ -87,13 +85,8 @@ class Recorder:
         names: tuple[str, ...] = (),
         *,
         listener: CallListener | None = None,
-        box: BlackBox | None = None,
+        page: PageWriter | None = None,
     ) -> None:
-        # With a defaultdict no other thread runs within `+=`. It is never replaced, since others may be adding to it.
-        self._opened: defaultdict[tuple[str | int, ...], int] = defaultdict(int)
-        self._opened_before: dict[tuple[str | int, ...], int] = {}  # when it was taken
-        self._gauges: dict[int, int] = {}
-        self._changed_gauges: dict[int, int] = {}
         once = Cadence.ONCE
         self.slow_ns = {name: NEVER if hook.cadence is once else slow_ns for name, hook in signals.TIMED.items()}
         """The duration above which a call is slow, by hook."""
@@ -102,19 +95,17 @@ class Recorder:
         self.traces_all = listener is not None and listener.traces_all
         self.children = children
         self._names = names or tuple(map(str, range(children)))
-        self.box = box if box is not None else BlackBox(self._names)
-        self.words, self._first = self.box.words, self.box.counts
-        self.probe = native.probe(self.words, self.box.ring, buckets(CALL_DURATION), SUM)
-        self._taken = bytearray(8 * place(children, 0))
+        self.page = page if page is not None else PageWriter(describe(plain(self._names), 0))
+        self.words, self._first = self.page.words, self.page.layout.counts
+        self.probe = native.probe(self.words, self.page.layout.ring, buckets(CALL_DURATION), SUM)
         firsts = [place(child, 0) for child in range(children)]
-        self._call_slots = frozenset([first + slot for first in firsts for slot in _BUCKETS])
         self._firsts: dict[int | None, int] = {None: self._first}  # positions of the slots from 0 on, by child
         self._firsts.update(enumerate([self._first + first for first in firsts]))
 
     def count(self, child: int | None, slot: int, n: int = 1) -> None:
         """Add ``n`` to a slot (see ``signals.slot``) of the child at this position, or of this process."""
         try:
-            self._add(self._firsts[child] + slot, n)
+            self.page.add_at(self._firsts[child] + slot, n)
         except Exception:
             faults.contain("record")
 
@@ -122,28 +113,18 @@ class Recorder:
     def observe(self, child: int, signal: Signal, ns: int, *values: str) -> None:
         """Add a duration to a histogram of this child."""
         ns, first = max(0, ns), self._firsts[child] + signals.slot(signal, *values)
-        self._add(first + signal.bucket(ns), 1)
-        self._add(first + signal.sum_offset, ns)
+        self.page.add_at(first + signal.bucket(ns), 1)
+        self.page.add_at(first + signal.sum_offset, ns)
 
     @contained("record")
     def count_open(self, child: int, signal: Signal, *values: str, n: int = 1) -> None:
         """Add to a series whose label values are known at run time only."""
-        key: tuple[str | int, ...] = (signal.name, child, *values)
-        self._opened[key] += n
+        self.page.rows.add(signal, child, values, n)
 
     @contained("record")
     def set_gauge(self, child: int | None, slot: int, value: int) -> None:
-        """Set a gauge of this child, or of this process; it is sent if it differs from the value sent before."""
-        at = slot if child is None else place(child, slot)
-        if self._gauges.get(at, 0) != value:
-            self._gauges[at] = self._changed_gauges[at] = value
-
-    def _add(self, at: int, n: int) -> None:
-        """Add to the word at this position."""
-        try:
-            self.words[at] += n
-        except ValueError:  # a sum of ns wraps around, and its growth is right
-            self.words[at] = (self.words[at] + n + 2**63) % 2**64 - 2**63
+        """Set a gauge of this child, or of this process; an age's to its begin, 0 for none."""
+        self.page.set_gauge(slot if child is None else place(child, slot), value)
 
     def calls(self, child: int, hook: str) -> int:
         """Return the position of the histogram of this hook's calls into this child."""
@@ -155,7 +136,7 @@ class Recorder:
 
     def target(self, child: int, hook: str, call: Call, notice: Callable[[int, int, Any], int] | None = None) -> Target:
         """Return ``call`` with what counts it; ``notice`` replaces the usual one."""
-        marks, histogram = self.box.marks(child, hook), self._firsts[child] + _CALLS[hook]
+        marks, histogram = self.page.marks(child, hook), self._firsts[child] + _CALLS[hook]
         noticed_ns = -1 if self.traces_all else self.slow_ns[hook]
         notice = notice if notice is not None else partial(self.notice, child, hook)
         return Target(call, marks, histogram, noticed_ns, notice, partial(self.failed, child, hook))
@@ -205,41 +186,21 @@ class Recorder:
         self, child: int, hook: str, start: int, spent: int, error: BaseException, subject: Any = None
     ) -> None:
         """Count a call that ended with an exception."""
-        self.box.raised(child, hook, error)
-        self.probe.note(start, spent, ring.pack(self.box.marks(child, hook), has_raised=True))
+        self.page.raised(child, hook, error)
+        self.probe.note(start, spent, pack(self.page.marks(child, hook), has_raised=True))
         self.add_call(child, hook, start, spent)
         self.count_error(child, hook, start, spent, error, subject)
 
     @contained("record")
     def count_error(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
         """Count the exception only, and pass it to the listener."""
-        kind = type(error).__qualname__[:_NAME_AT_MOST]
-        label = signals.hook_label(hook)
-        known = [key for key in list(self._opened) if key[0] == signals.CALL_ERRORS.name]
-        if (signals.CALL_ERRORS.name, child, label, kind) not in known and len(known) >= ERROR_TYPES_AT_MOST:
+        kind, label = type(error).__qualname__[:_NAME_AT_MOST], signals.hook_label(hook)
+        rows, values = self.page.rows, (label, kind)
+        if (signals.CALL_ERRORS, child, values) not in rows and rows.known(signals.CALL_ERRORS) >= ERROR_TYPES_AT_MOST:
             kind = signals.OTHER_VALUE
         self.count_open(child, signals.CALL_ERRORS, label, kind)
         if self.listener is not None:
             self.listener.note(CallEvent(child, hook, start + WALL_OFFSET, spent, False, kind, *subject))
-
-    def take(self) -> Increments:
-        """Return the increments since the last call."""
-        begin = perf_counter_ns()
-        self.count(None, _COLLECTED[self.box.rank is None], self.pauses.take_collected_ns())
-        counts = self.probe.take(self._first, self._taken)
-        calls = sum([n for slot, n in counts.items() if slot in self._call_slots])
-        if calls:
-            counts[_RECORD] = counts.get(_RECORD, 0) + int(calls * cost_of_recording())
-        before, self._opened_before = self._opened_before, dict(self._opened)
-        grown = [(key, n - before.get(key, 0)) for key, n in self._opened_before.items()]
-        opened = [[*key, n] for key, n in grown if n]
-        gauges, self._changed_gauges = self._changed_gauges, {}
-        self.count(None, _FLUSH, perf_counter_ns() - begin)  # sent with the next
-        return Increments(counts, opened, gauges)
-
-
-_RECORD, _FLUSH = (signals.slot(signals.SELF_SECONDS, where) for where in ("record", "flush"))
-_COLLECTED = tuple(signals.slot(signals.GC_PAUSES, process) for process in ("worker", "scheduler"))
 
 
 @cache

@@ -48,10 +48,7 @@ class EngineFacts(NamedTuple):
 
 
 class StatsPath(Protocol):
-    """Carries the workers' stats, and those of the connectors on this side, to vLLM."""
-
-    def received(self, stats: KVConnectorStats | None) -> None:
-        """Receive the workers' stats of a step, before vLLM does."""
+    """Carries the stats of the connectors on this side to vLLM."""
 
     def collect(self) -> KVConnectorStats | None:
         """Return the stats of this side at the end of a step."""
@@ -204,7 +201,6 @@ class SchedulerSide:
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Count the workers' reports, and rewrite ``connector_output`` before vLLM reads it."""
-        self.stats.received(connector_output.kv_connector_stats)
         self.completions.take_in(connector_output)
         if self.ledger.incomplete.recent:
             self.observer.awaiting_ranks()

@@ -54,12 +54,8 @@ class StepWaits(Protocol):
 class WorkerStats(Protocol):
     """Gathers the stats that a worker sends with a step's output."""
 
-    def collect(self, *, is_idle: bool, has_news: bool) -> KVConnectorStats | None:
-        """Return the stats of a step.
-
-        A step that ``is_idle`` has no forward; ``has_news`` is whether the engine may become idle after it with a
-        transfer whose end must be counted.
-        """
+    def collect(self) -> KVConnectorStats | None:
+        """Return the stats of a step."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -286,25 +282,11 @@ class WorkerSide:
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Measure the waits of the step, whose layers are done, and return the stats."""
-        if (meta := self._meta) is None:
-            return self.stats.collect(is_idle=False, has_news=False)
-        has_sync_loads = self._orders is not NO_ORDERS and self._orders.has_sync_loads
-        self._load_ns = self.waits.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
-        self._loaded_ns = self.waits.last_load_ns
-        is_idle = not meta.has_forward
-        return self.stats.collect(is_idle=is_idle, has_news=is_idle and self._has_news())
-
-    def _has_news(self) -> bool:
-        """Return whether an event has happened after which the engine may become idle.
-
-        An arrived load is not such an event: its request continues with a forward, unless it has ended.
-        """
-        return bool(self._orders.failed) or any(
-            report.kind is not ReportKind.RECEIVED
-            or report.request not in self._loads
-            or report.request in self._orphaned
-            for report in self._reports
-        )
+        if (meta := self._meta) is not None:
+            has_sync_loads = self._orders is not NO_ORDERS and self._orders.has_sync_loads
+            self._load_ns = self.waits.close_step(has_forward=meta.has_forward, has_sync_loads=has_sync_loads)
+            self._loaded_ns = self.waits.last_load_ns
+        return self.stats.collect()
 
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
         by_child: dict[int, Any] = {}

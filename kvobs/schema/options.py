@@ -68,12 +68,12 @@ class VerifyOptions(_Strict):
 
 
 class ExporterOptions(_Strict):
-    """The options of the exporter, a process beside each engine."""
+    """The options of the exporter, a process beside the engines of a server."""
 
     port: Annotated[int, Field(ge=1, le=65535, strict=True)] | None = Field(
         default=9464,
-        description="serves `/metrics` and `/healthz` at this port; engine i of a data-parallel group on one host "
-        "uses port + i; `null`: serves nothing, and needs `otlp_metrics`",
+        description="serves `/metrics` and `/healthz` of all engines of a server on one host at this port; `null`: "
+        "serves nothing, and needs `otlp_metrics`",
     )
     host: Annotated[StrictStr, Field(min_length=1)] = Field(
         default="127.0.0.1", description="listens on this address; `0.0.0.0`: on all of this machine"
@@ -175,8 +175,8 @@ class Options(_Strict):
     )
     exporter: ExporterOption = Field(
         default="auto",
-        description="a process beside the engine that serves metrics and exports spans in the place of vLLM's API "
-        "server; `auto`: where that server can't show them; `{}`: always, with its defaults; `null`: never",
+        description="a process that serves metrics and exports spans instead of vLLM's API server; `auto`: where no "
+        "such server shows them 20 s after the engine's start; `{}`: always, with its defaults; `null`: never",
     )
 
     @property

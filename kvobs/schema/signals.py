@@ -1,8 +1,8 @@
 """The table of kvobs's metrics: name, kind, help, labels and their closed sets of values, bucket bounds.
 
-The recorder counts by slot, payloads carry slots, the API server exports them: all three read this table. All metrics
-also have vLLM's own labels (``model_name``, ``engine``), and those of a child the label ``connector``, the child's
-name. Durations are nanoseconds inside kvobs and in payloads, seconds in Prometheus.
+The recorder counts by slot, each a word of its process's page, and whoever serves the metrics reads these words: both
+by this table. All metrics also have vLLM's own labels (``model_name``, ``engine``), and those of a child the label
+``connector``, the child's name. Durations are nanoseconds inside kvobs, seconds in Prometheus.
 """
 
 import zlib
@@ -31,8 +31,8 @@ class Scope(Enum):
 
     CHILD = auto()  # a connector
     PROCESS = auto()  # kvobs itself: no ``connector`` label
-    OUTSIDE = auto()  # a process, known or read from outside of it by whoever serves the metrics: not in payloads
-    EXPORTER = auto()  # the exporter, which sets them itself: not in payloads, nor in vLLM's API server
+    OUTSIDE = auto()  # a process, known or read from outside of it by whoever serves the metrics: without slots
+    EXPORTER = auto()  # the exporter, which sets them itself: without slots, and not in vLLM's API server
 
 
 OPEN: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Signal:
 
     @property
     def unit(self) -> float:
-        """Return the factor from a payload's number to Prometheus's."""
+        """Return the factor from a page's number to Prometheus's."""
         return 1e-9 if "_seconds" in self.name else 1
 
     @property
@@ -300,8 +300,8 @@ STRAY_REPORTS = Signal(
 )
 VERIFIED_BLOCKS = Signal(
     "kvobs_verified_blocks_total",
-    "Loaded blocks compared with those computed for the same tokens, over all ranks; unknown: computed elsewhere, long "
-    "ago, or not comparable; lossy: only near. Counted with the option verify.share.",
+    "Loaded blocks compared with those computed for the same tokens, over the ranks of a host; unknown: computed "
+    "elsewhere, long ago, or not comparable; lossy: only near. Counted with the option verify.share.",
     {"outcome": ("match", "lossy", "mismatch", "unknown")},
 )
 CORRUPT_BLOCKS = Signal(
@@ -330,7 +330,7 @@ BLOCK_COPY_DURATION = Signal(
 )
 BLOCK_COPY_BYTES = Signal(
     "kvobs_block_copy_bytes_total",
-    "Bytes of block copies between the KV cache and the connector's host buffer, over all ranks (bytes).",
+    "Bytes of block copies between the KV cache and the connector's host buffer, over the ranks of a host (bytes).",
     {"direction": DIRECTIONS},
 )
 CONNECTOR_INFO = Signal(
@@ -377,15 +377,21 @@ PROMPT_TAIL_TOKENS = Signal(
     "Prompt tokens that no cache serves: those after the last full block, at least the last one (tokens).",
     scope=Scope.PROCESS,
 )
-LOCAL_CACHE_TOKENS = Signal("kvobs_local_cache_tokens", "Size of vLLM's own KV cache (tokens).", scope=Scope.PROCESS)
+LOCAL_CACHE_TOKENS = Signal(
+    "kvobs_local_cache_tokens",
+    "Size of vLLM's own KV cache (tokens). Only EngineCore's host has it: one series an engine.",
+    scope=Scope.PROCESS,
+)
 BUILD_INFO = Signal(
     "kvobs_build_info",
     "Versions of kvobs and vLLM; native says whether the compiled probe counts; always 1.",
     dict.fromkeys(("version", "vllm_version", "native"), OPEN),
     scope=Scope.PROCESS,
 )
-START_TIME = Signal("kvobs_start_time_seconds", "Start of the engine's counters, as Unix time.", scope=Scope.OUTSIDE)
-Where = Literal["record", "trace", "flush", "merge", "rebuild", "apply", "cut", "summarize", "verify", "version"]
+START_TIME = Signal(
+    "kvobs_start_time_seconds", "Start of the engine's counters on this host, as Unix time.", scope=Scope.OUTSIDE
+)
+Where = Literal["record", "trace", "merge", "rebuild", "verify", "read", "export", "version"]
 INTERNAL_ERRORS = Signal(
     "kvobs_internal_errors_total",
     "Contained errors of kvobs's telemetry: measurements are lost, serving is not affected.",
@@ -394,14 +400,16 @@ INTERNAL_ERRORS = Signal(
 )
 SELF_SECONDS = Signal(
     "kvobs_self_seconds_total",
-    "Time spent in kvobs's telemetry; recording calls is estimated as their number times a cost measured once.",
-    {"where": ("record", "flush", "merge", "apply", "cut")},
+    "Time spent in kvobs's telemetry: on recording calls, estimated as their number times a cost measured once, and on "
+    "exporting spans.",
+    {"where": ("record", "export")},
     scope=Scope.PROCESS,
 )
 SPANS_DROPPED = Signal(
     "kvobs_spans_dropped_total",
-    "Spans lost: above 64 per flush or 200 per second, queue full, rejected by the collector, or malformed.",
-    {"where": ("flush", "rate", "queue", "export", "malformed")},
+    "Spans lost: above 200 per second of a process (rate), overwritten before they were read (missed), above what the "
+    "exporter's queue takes (queue), or rejected by the collector (export).",
+    {"where": ("rate", "missed", "queue", "export")},
     scope=Scope.PROCESS,
 )
 MALFORMED_CONTEXTS = Signal(
@@ -421,12 +429,7 @@ GC_PAUSES = Signal(
 )
 ENGINE_UP = Signal(
     "kvobs_engine_up",
-    "1 while the engine runs; 0 while its last numbers are still served. Of the exporter only.",
-    scope=Scope.EXPORTER,
-)
-LAST_PAYLOAD = Signal(
-    "kvobs_last_payload_timestamp_seconds",
-    "Time of the engine's last numbers, as Unix time; an idle engine sends none. Of the exporter only.",
+    "1 while the engine runs; 0 while its last numbers are still served. Of the exporter only, by each host.",
     scope=Scope.EXPORTER,
 )
 _CALL = {"connector": OPEN, "hook": OPEN}
@@ -459,6 +462,9 @@ def no_estimate(prefills: float) -> str:
 SIGNALS: tuple[Signal, ...] = tuple(signal for signal in list(globals().values()) if isinstance(signal, Signal))
 """All metrics."""
 
+OPEN_COUNTERS: tuple[Signal, ...] = tuple(s for s in SIGNALS if s.is_open and s.kind is Kind.COUNTER)
+"""Counters without slots: label values known at run time only."""
+
 
 def _series(scope: Scope) -> tuple[Series, ...]:
     table: list[Series] = []
@@ -470,13 +476,14 @@ def _series(scope: Scope) -> tuple[Series, ...]:
 
 
 SERIES: dict[Scope, tuple[Series, ...]] = {scope: _series(scope) for scope in (Scope.PROCESS, Scope.CHILD)}
-# A payload has the process's slots first, then those of each child in the order of the configuration.
+# A page has the process's slots first, then those of each child in the order of the configuration.
 PROCESS_WIDTH, CHILD_WIDTH = (sum(series.width for series in SERIES[scope]) for scope in (Scope.PROCESS, Scope.CHILD))
 
 _BY_VALUES = {(s.signal.name, *s.values): s for table in SERIES.values() for s in table}
 
-# Peers with the same digest have the same slot table.
+# Processes with the same digest have the same slot table, and the same open counters.
 _TABLE = [(s.signal.name, s.values, s.signal.bounds) for t in SERIES.values() for s in t]
+_TABLE += [(s.name, tuple(s.labels), ()) for s in OPEN_COUNTERS]
 TABLE_DIGEST: int = zlib.crc32(repr(_TABLE).encode())
 
 
@@ -491,7 +498,7 @@ def find(signal: Signal, *values: str) -> Series | None:
 
 
 def place(child: int, slot: int) -> int:
-    """Return the payload's slot for a slot of the child at this position; with slot 0, the first of the child's."""
+    """Return the page's slot for a slot of the child at this position; with slot 0, the first of the child's."""
     return PROCESS_WIDTH + child * CHILD_WIDTH + slot
 
 

@@ -1,7 +1,7 @@
 """The table of kvobs's spans (name, coverage, attributes), and the record of a span on its way to the exporter.
 
-EngineCore and workers write records, plain tuples with ids and times; the exporter or the API server converts them to
-spans (``export/span_export.py``).
+EngineCore and workers write records, plain tuples with ids and times, into their pages; whoever reads these converts
+them to spans (``export/span_export.py``).
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-import msgspec
 from msgspec import Meta
 
 from kvobs.schema import signals
@@ -155,15 +154,6 @@ class Record(NamedTuple):
         """Return the span's displayed name, such as "kv.load cpu"."""
         subject = SPANS[self.name].subject
         return f"{self.name} {self.attributes[subject]}" if subject in self.attributes else self.name
-
-    @classmethod
-    def read(cls, row: Any) -> Record | None:
-        """Parse a record from a payload; None if malformed."""
-        try:
-            record = msgspec.convert(row, cls)
-        except msgspec.ValidationError:
-            return None
-        return record if record.name in SPANS and len(row) == len(cls._fields) else None
 
 
 def observed_in(record: Record) -> Series | None:

@@ -244,9 +244,11 @@ class RequestTransfers:
 class InProgress(Generic[T]):
     """What is in progress, the oldest first: as the requests with a lookup, load, resume or save of one connector."""
 
-    __slots__ = ("_held", "_late", "recent", "tokens")
+    __slots__ = ("_held", "_late", "changes", "recent", "tokens")
 
     def __init__(self) -> None:
+        self.changes: set[InProgress[T]] = set()
+        """Where this is put once something has begun or ended, for who empties it; several may share one."""
         self.recent: dict[T, int] = {}  # when each began
         self._late: dict[T, int] = {}  # those that ``take_late`` has returned: all older than the others
         self._held: dict[T, int] = {}
@@ -267,6 +269,7 @@ class InProgress(Generic[T]):
         """Add a request; one that is in already stays as it is."""
         if request not in self:
             self.recent[request] = now_ns
+            self.changes.add(self)
             if tokens:
                 self._held[request] = tokens
                 self.tokens += tokens
@@ -275,6 +278,7 @@ class InProgress(Generic[T]):
         """Remove a request, if it is in."""
         if self.recent.pop(request, None) is not None or self._late.pop(request, None) is not None:
             self.tokens -= self._held.pop(request, 0)
+            self.changes.add(self)
 
     def take_late(self, before_ns: int) -> list[tuple[T, int, int]]:
         """Return the requests that began at a time, or earlier, with begin and held tokens; each is returned once."""

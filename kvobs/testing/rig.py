@@ -10,7 +10,9 @@ import os
 import pickle
 import shutil
 import tempfile
+import weakref
 from collections import deque
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvobs.demo.model import make_model
+from kvobs.page import files
+from kvobs.page.description import Identity
 from kvobs.testing.scripted import Script, ScriptedConnector, entry_of, wrap_hooks
 from kvobs.vllm_api import versions
 
@@ -101,6 +105,14 @@ def cache_config(blocks: int = 64, groups: int = 1) -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
     names = [KVCacheGroupSpec([f"layer.{g}"], spec) for g in range(groups)]
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=names)
+
+
+def _show(rig: "Rig", config: Any) -> None:
+    """Take the place of an API server that shows kvobs's metrics: without one an exporter would start after a while."""
+    identity = Identity.of(config)
+    with suppress(OSError, ValueError):  # perhaps there can be no pages
+        lock = files.Lock(files.folder(), f"{identity.server}-{identity.number}{files.COLLECTOR}")
+        weakref.finalize(rig, lock.release)
 
 
 class Rig:
@@ -183,6 +195,8 @@ class Rig:
         own = range(ranks) if external_rank is None else [external_rank]
         self.workers: list[Any] = [self._build_worker(cls, config_of(rank), caches) for rank in own]
         config = config_of(external_rank or 0)
+        if "exporter" not in (kvobs or {}):
+            _show(self, config)
         self.scheduler: Any = (AsyncScheduler if lag else Scheduler)(
             vllm_config=config,
             kv_cache_config=generate_scheduler_kv_cache_config([caches]),

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 _VLLM_PORT = 8000
+_OF_ENGINES = ("VLLM::EngineCor", "VLLM::Worker")  # Linux cuts names after 15 characters
 _EXITING = 0x4  # of the kernel's flags of a process
 
 
@@ -36,6 +37,14 @@ def launch(pid: int) -> str:
     with suppress(OSError):
         return blake2b(Path(f"/proc/{pid}/cmdline").read_bytes() + os.uname().nodename.encode()).hexdigest()[:32]
     return ""
+
+
+def server_of(pid: int) -> int:
+    """Return the nearest of a process and those above it that is neither an engine of vLLM nor a worker."""
+    with suppress(OSError, ValueError):
+        while (of := stat(pid))[0].startswith(_OF_ENGINES):
+            pid = int(of[1][1])
+    return pid
 
 
 def served_port(pid: int) -> int | None:
@@ -88,3 +97,10 @@ def cores_of_parent() -> set[int]:
         return os.sched_getaffinity(os.getppid())
     except OSError:
         return os.sched_getaffinity(0)
+
+
+def pid_namespace() -> str:
+    """Return what identifies the process ids of this process; a reader in another container has others."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""

@@ -170,14 +170,6 @@ def has_rust_frontend() -> bool:
     return "vllm-rs" in _ancestors()
 
 
-def is_in_ray_actor() -> bool:
-    """Return whether an actor of Ray is this engine's API server: Ray Serve shows the metrics of its own classes only.
-
-    An actor further up has only started `vllm serve`, as Ray's jobs do.
-    """
-    return next(_ancestors(), "").startswith("ray::")
-
-
 def _ancestors() -> Iterator[str]:
     """Yield the names of the processes that started this one."""
     pid = os.getppid()
@@ -194,37 +186,6 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 def has_multiprocess_metrics() -> bool:
     """Return whether vLLM's API server shows metrics from prometheus_client's files: it then asks no collector."""
     return os.environ.get(MULTIPROCESS) is not None
-
-
-def has_stats() -> bool | None:
-    """Return whether stat logging is on in the engine whose scheduler is being built; None if that can't be seen.
-
-    vLLM's configuration does not contain it: EngineCore hands ``log_stats`` to the scheduler, whose constructor builds
-    the connector, 0.28 to 0.33.
-    """
-    value = next((arguments.get("log_stats") for arguments in _constructors()), None)
-    return value if isinstance(value, bool) else None
-
-
-def api_servers(vllm_config: Any) -> int:
-    """Return how many API servers the engine whose scheduler is being built answers.
-
-    vLLM's configuration does not contain it on hosts without one; there EngineCore has their addresses.
-    """
-    addresses = (getattr(arguments.get("self"), "addresses", None) for arguments in _constructors())
-    outputs = (len(getattr(address, "outputs", None) or ()) for address in addresses)
-    return max(getattr(vllm_config.parallel_config, "_api_process_count", 1), *outputs, 1)
-
-
-def _constructors() -> Iterator[Mapping[str, Any]]:
-    """Yield the arguments of the constructors of vLLM's engine that are running, the innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        # Other frames' locals are not touched: reading them keeps what they hold alive.
-        if code.co_name == "__init__" and "log_stats" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-            yield frame.f_locals
-        frame = frame.f_back
 
 
 # The scheduler's output

@@ -31,7 +31,7 @@ from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.state.events import Observer
 from kvobs.state.transfers import Gain, Load
-from kvobs.telemetry.sides import Composed
+from kvobs.telemetry.composed import Composed
 from kvobs.telemetry.transfers.gains import Gains
 from kvobs.vllm_api.versions import chunks_of
 from tests.bench.report import Budget, Line, Part

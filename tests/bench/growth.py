@@ -142,8 +142,6 @@ def working(router: str, children: int) -> Timed:
     """Time a step's hooks on the worker's side, without those of layers."""
     rig = rig_of(router, *[Stepping] * children)
     worker, meta = rig.workers[0], rig.scheduler.schedule().kv_connector_metadata
-    if router == "kvobs":
-        meta = dataclasses.replace(meta, flush=False)
 
     def steps() -> None:
         for _ in range(STEPS):

@@ -6,8 +6,8 @@ step. CPU time of the process, so that neighbours are not measured, and the expo
 truth run side by side, the slowest one's. The floor is vLLM's own router, which reads the clock before and after each
 call into a connector and keeps nothing.
 
-A flush comes every two seconds. With cold caches other things fill them before each part of a step, and between two
-layers, as a model's Python and its data do. That is not counted.
+Every two seconds EngineCore looks at what takes time. With cold caches other things fill them before each part of a
+step, and between two layers, as a model's Python and its data do. That is not counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvobs.demo.server import claim_port
 from kvobs.probe.layer_calls import ARGUMENTS
-from kvobs.telemetry.sides import EVERY_NS, FlushRule
+from kvobs.telemetry.scheduler_telemetry import EVERY_NS
 from kvobs.testing import BLOCK, Rig
 from kvobs.vllm_api.hooks import HOOKS
 from tests.bench.calls import CHILDREN, PURE, BusyChild, entries, probe_of, slowness
@@ -37,7 +37,8 @@ LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(80)]
 STEP_NS = 5_000_000
 LASTS_NS = STEP_NS + 700_000
 """A step, with what is around its forward."""
-FLUSH_EVERY = math.ceil(EVERY_NS / LASTS_NS)
+LOOKS_EVERY = math.ceil(EVERY_NS / LASTS_NS)
+"""Steps from one look to the next, in the engine's time."""
 REQUESTS = 8
 WARM_UP = 18
 LOOK_EVERY = 18
@@ -62,23 +63,11 @@ class Step(NamedTuple):
 
     core: int
     worker: int
-    has_flush: bool
 
 
-class OfTheEngine(FlushRule):
-    """Flushes by the engine's time, however soon the next step comes."""
-
-    steps = 0
-
-    def decide(self, now_ns: int, *, has_forward: bool, has_finished: bool) -> bool:
-        self.steps += 1
-        return super().decide(self.steps * LASTS_NS, has_forward=has_forward, has_finished=has_finished)
-
-
-def flush_by_its_time(engine: Rig) -> None:
-    """Let an engine flush as if each of its steps took as long as it would with a model."""
-    telemetry = engine.connector._telemetry
-    telemetry._flush_rule = OfTheEngine(telemetry._flush_rule.journal)
+def look_by_its_time(engine: Rig, steps: int) -> None:
+    """Let an engine look in its next step as if each of those before had taken as long as it would with a model."""
+    engine.connector._telemetry._looked_ns = 0 if steps % LOOKS_EVERY == 0 else time.perf_counter_ns()
 
 
 class Engine(Rig):
@@ -88,10 +77,9 @@ class Engine(Rig):
 
     def __init__(self, router: str, **more: Any) -> None:
         super().__init__(router, **more)
-        if router == "kvobs":
-            flush_by_its_time(self)
+        self._is_kvobs = router == "kvobs"
         self.worked: list[int] = []
-        self.excluded = 0
+        self.steps = self.excluded = 0
 
     def read_clock(self) -> None:
         """Read the clock before and after each call that vLLM's own router makes into a connector."""
@@ -113,14 +101,13 @@ class Engine(Rig):
 
     def step_ns(self) -> Step:
         """Run one step."""
-        self.worked = []
+        self.worked, self.steps = [], self.steps + 1
+        if self._is_kvobs:
+            look_by_its_time(self, self.steps)
         self._fill_caches(OTHER_THINGS)
         begin = self._now()
         self.step()
-        worker = max(self.worked)
-        output = self.output
-        assert output is not None
-        return Step(self._now() - begin - sum(self.worked), worker, output.kv_connector_stats is not None)
+        return Step(self._now() - begin - sum(self.worked), max(self.worked))
 
     def _now(self) -> int:
         return time.process_time_ns() - self.excluded
@@ -184,20 +171,20 @@ class Case(NamedTuple):
 USUAL, BUSY = (WithoutLayers,) * 2, (Stepping,) * CHILDREN
 CASES = (
     Case(
-        "2 without layer hooks, cold", USUAL, 1, True, 3, FLUSH_EVERY, ("stock", "kvobs"), {"mean": 1.004, "p99": 1.02}
+        "2 without layer hooks, cold", USUAL, 1, True, 3, LOOKS_EVERY, ("stock", "kvobs"), {"mean": 1.004, "p99": 1.02}
     ),
-    Case("2 without layer hooks, warm", USUAL, 1, False, 4, 2 * FLUSH_EVERY, ("stock", "kvobs"), {"mean": 1.0}),
-    Case("cold, 1 rank", BUSY, 1, True, 3, FLUSH_EVERY, tuple(ROUTERS), {"mean": 1.008, "p99": 1.02}),
-    Case("cold, 8 ranks", BUSY, 8, True, 2, FLUSH_EVERY, ("stock", "kvobs", "kvobs, exporter"), {"p99": 1.02}),
-    Case("warm, 1 rank", BUSY, 1, False, 4, 2 * FLUSH_EVERY, tuple(ROUTERS), {"mean": 1.003, "p99": 1.02}),
+    Case("2 without layer hooks, warm", USUAL, 1, False, 4, 2 * LOOKS_EVERY, ("stock", "kvobs"), {"mean": 1.0}),
+    Case("cold, 1 rank", BUSY, 1, True, 3, LOOKS_EVERY, tuple(ROUTERS), {"mean": 1.008, "p99": 1.02}),
+    Case("cold, 8 ranks", BUSY, 8, True, 2, LOOKS_EVERY, ("stock", "kvobs", "kvobs, exporter"), {"p99": 1.02}),
+    Case("warm, 1 rank", BUSY, 1, False, 4, 2 * LOOKS_EVERY, tuple(ROUTERS), {"mean": 1.003, "p99": 1.02}),
 )
 FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
     "p95": lambda values: percentile(values, 95),
     "p99": lambda values: percentile(values, 99),
 }
-ADDED = {True: (25, 10, None, None, 120, 70), False: (6, 0, None, None, 120, 70)}
-"""Whether the caches are cold -> the budgets of what is added by hooks and flushes of EngineCore and a rank, in us."""
+ADDED = {True: (25, 10, None, None), False: (6, 0, None, None)}
+"""Whether the caches are cold -> the budgets of what is added by hooks of EngineCore and a rank, in us."""
 
 
 def measure() -> Part:
@@ -218,7 +205,6 @@ def _measure(case: Case) -> list[Line]:
     added = [_added_us(*each) for each in rounds] if FLOOR in case.routers else []
     if added:
         names = ["EngineCore's hooks", "a rank's hooks", f"EngineCore: {FLOOR}", f"a rank: {FLOOR}"]
-        names += ["EngineCore's flush", "a rank's flush"]
         for name, values, limit in zip(names, zip(*added, strict=True), ADDED[case.is_cold], strict=True):
             budget = Budget(limit) if limit is not None else None
             lines.append(Line(f"{case.title}, added by {name}", "us", values, budget=budget))
@@ -237,10 +223,7 @@ def _round(case: Case) -> tuple[dict[str, list[Step]], float]:
                 steps[name].append(step)
         if not number % LOOK_EVERY:
             slow.append(slowness())
-    for name, engine in engines.items():
-        flushes = sum(step.has_flush for step in steps[name])
-        if ROUTERS[name][0] == "kvobs" and flushes != case.steps // FLUSH_EVERY:
-            raise RuntimeError(f"{name}: {flushes} of {case.steps} steps had a flush")
+    for engine in engines.values():
         engine.connector.shutdown()
     return steps, statistics.median(slow)
 
@@ -266,16 +249,10 @@ def _whole_ms(steps: Sequence[Step], slow: float) -> list[float]:
 
 
 def _added_us(steps: dict[str, list[Step]], slow: float) -> tuple[float, ...]:
-    """Return what is added to a usual step by EngineCore and by a rank, by readings of the clock alone, and by a flush.
-
-    Some of a flush is left to two steps after it: it counts as the one of the three that takes longest.
-    """
-    first = next(i for i, step in enumerate(steps["kvobs"]) if step.has_flush)
-    after = [steps["kvobs"][(first + i) % FLUSH_EVERY :: FLUSH_EVERY] for i in range(FLUSH_EVERY)]
-    groups = steps["stock"], [step for alike in after[3:] for step in alike], steps[FLOOR], *after[:3]
+    """Return what is added to a step by EngineCore and by a rank, and by readings of the clock alone."""
+    groups = steps["stock"], steps["kvobs"], steps[FLOOR]
     cores, workers = ([statistics.median(step[i] for step in group) / 1e3 / slow for group in groups] for i in (0, 1))
-    usual = (cores[1] - cores[0], workers[1] - workers[0], cores[2] - cores[0], workers[2] - workers[0])
-    return *usual, max(cores[3:]) - cores[1], max(workers[3:]) - workers[1]
+    return cores[1] - cores[0], workers[1] - workers[0], cores[2] - cores[0], workers[2] - workers[0]
 
 
 def percentile(values: Sequence[float], percent: int) -> float:

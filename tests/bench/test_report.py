@@ -58,7 +58,7 @@ def shown(*parts: Part) -> list[str]:
 
 PARTS = (
     Part("Calls", [line(50, 45, baselines=[100, 90], budget=Budget(0.4)), line(90, budget=Budget(80, at_least=True))]),
-    Part("Payload", [line(812, unit="B", title="bytes", budget=Budget(1024)), line(3, unit="s")]),
+    Part("A page", [line(812, unit="B", title="bytes", budget=Budget(1024)), line(3, unit="s")]),
 )
 
 
@@ -68,14 +68,14 @@ def test_the_table_has_a_row_for_each_line_under_its_part() -> None:
         ["Calls", "", "", "", "", "", ""],
         ["a hook", "95.0 ns", "47.5 ns", "0.500", "0.500 to 0.500", "≤ 0.400", "MISSED"],
         ["a hook", "", "90.0 ns", "90.0", "90.0 to 90.0", "≥ 80.0", "ok"],
-        ["Payload", "", "", "", "", "", ""],
+        ["A page", "", "", "", "", "", ""],
         ["bytes", "", "812 B", "812", "812 to 812", "≤ 1,024", "ok"],
         ["a hook", "", "3.00 s", "3.00", "3.00 to 3.00", "", ""],
     ]
 
 
 def test_the_published_table_is_the_printed_one() -> None:
-    calls, payload = markdown(PARTS).split("\n\n**")
+    calls, page = markdown(PARTS).split("\n\n**")
     assert calls.splitlines()[:3] == [
         "**Calls**",
         "",
@@ -85,7 +85,7 @@ def test_the_published_table_is_the_printed_one() -> None:
         "| a hook | 95.0 ns | 47.5 ns | 0.500 | 0.500 to 0.500 | ≤ 0.400 | MISSED |",
         "| a hook |  | 90.0 ns | 90.0 | 90.0 to 90.0 | ≥ 80.0 | ok |",
     ]
-    assert "| bytes |  | 812 B | 812 | 812 to 812 | ≤ 1,024 | ok |" in payload
+    assert "| bytes |  | 812 B | 812 | 812 to 812 | ≤ 1,024 | ok |" in page
 
 
 def test_only_a_whole_run_is_published() -> None:

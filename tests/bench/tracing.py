@@ -17,7 +17,6 @@ from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
 import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -26,10 +25,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvobs.export.span_export import SpanCutter
+from kvobs.page.writer import PageWriter, describe, plain
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals, spans
 from kvobs.state.transfers import Load, LookupResult, Offer, Report, ReportKind
-from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.tracing.call_spans import CallSpans
 from kvobs.telemetry.tracing.journal import Journal
 from kvobs.telemetry.tracing.request_traces import Traces
@@ -37,8 +36,10 @@ from kvobs.telemetry.tracing.sampling import TracingSettings, Verdicts
 from kvobs.testing import BLOCK, Rig
 from tests.bench.calls import BusyChild, entries, scaled
 from tests.bench.report import Budget, Line, Part
-from tests.bench.steps import LASTS_NS, LAYERS, STEP_NS, flush_by_its_time, percentile
+from tests.bench.steps import LASTS_NS, LAYERS, STEP_NS, look_by_its_time, percentile
 from tests.support.contexts import no_otel_variables
+from tests.support.numbers import numbers
+from tests.support.numbers import spans as spans_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -104,16 +105,23 @@ class Engine(Rig):
             no_otel_variables(patch, **endpoint)
             options = {"names": list(NAMES), "tracing": {"level": level}}
             super().__init__("kvobs", connectors=entries(CHILDREN), kvobs=options, ranks=RANKS)
-        flush_by_its_time(self)
         for worker in self.workers:
             worker.wait_for_layer_load = forward(worker)
         self.worked: list[int] = []
-        self.steps = 0
-        self.sent, self.dropped = 0, 0
+        self.steps = self.sent = self.dropped = 0
+        self._pages = [router._telemetry._recorders.page for router in (self.connector, *self.workers)]
+        for router in (self.connector, *self.workers):
+            journal = router._telemetry._recorders.tracer.journal
+            journal._clock, journal._since = self._seconds, 0.0
+
+    def _seconds(self) -> float:
+        """Return the engine's time."""
+        return self.steps * LASTS_NS / 1e9
 
     def step_ns(self) -> int:
         """Run one step, with a new request where one is due; return its CPU time."""
         self.steps += 1
+        look_by_its_time(self, self.steps)
         new = self.request() if self.steps * LASTS_NS % LOAD_EVERY_NS < LASTS_NS else None
         begin = time.thread_time_ns()
         if new is not None:
@@ -139,20 +147,19 @@ class Engine(Rig):
         return output
 
     def groups(self) -> Iterator[Any]:
-        """Yield the groups of records that have come since the last call, as the API server gets them."""
-        payloads, self.stats = self.stats, []
-        for payload in msgspec.msgpack.decode(msgspec.msgpack.encode(payloads)):
-            taken = KvobsStats(data=payload["kvobs"]).increments()
-            self.dropped += taken.counts.get(_DROPPED, 0)
-            self.sent += sum(map(len, taken.spans))
-            yield from taken.spans
+        """Yield the groups of records that were written since the last call."""
+        self.dropped = sum(numbers(page).counts.get(_DROPPED, 0) for page in self._pages)
+        for page in self._pages:
+            for group in spans_of(page):
+                self.sent += len(group)
+                yield group
 
     def per_second(self, number: int) -> float:
         """Return how many of these there were in a second of the engine's time."""
-        return number / (self.steps * LASTS_NS / 1e9)
+        return number / self._seconds()
 
 
-_DROPPED = signals.slot(signals.SPANS_DROPPED, "flush")
+_DROPPED = signals.slot(signals.SPANS_DROPPED, "rate")
 
 
 def forward(worker: Any) -> Callable[[str], None]:
@@ -244,8 +251,10 @@ def _spans() -> list[Line]:
 
 def _writing() -> tuple[list[float], list[float]]:
     """Return what it costs to write a record, in us: of a request's spans, and of a call's."""
-    journal = Journal()
-    tracing = TracingSettings(True, False, 10**9, 10**8, None)
+    hours = count(step=3600.0)
+    page = PageWriter(describe(plain(NAMES), None))
+    journal = Journal(page, clock=lambda: next(hours))
+    tracing = TracingSettings(True, True, False, 10**9, 10**8, None)
     verdicts = Verdicts()
     traces, calls = Traces(NAMES, journal, tracing, verdicts), CallSpans(NAMES, journal, tracing, verdicts, rank=0)
     numbers = count(1)
@@ -278,8 +287,7 @@ def _writing() -> tuple[list[float], list[float]]:
             begin = time.thread_time_ns()
             records = sum(write() for _ in range(10))
             found.append((time.thread_time_ns() - begin) / records / 1e3)
-            groups, dropped = journal.take()
-            assert (sum(map(len, groups)), dropped) == (records, {})
+            assert sum(map(len, spans_of(page))) == records
         return found
 
     calls.begin_step()
@@ -299,13 +307,13 @@ def _cutting() -> tuple[list[float], list[float]]:
         cutter = SpanCutter(kept, attributes, lambda where, n: lost.update({where: n}), clock=lambda: next(hours))
     cut, encoded = [], []
     for number in range(CUT_ROUNDS):
-        payload: list[Any] = []
+        taken: list[Any] = []
         size = 0
         while size < CUT_AT_A_TIME:
-            payload.append(groups[(number * CUT_AT_A_TIME + len(payload)) % len(groups)])
-            size += len(payload[-1])
+            taken.append(groups[(number * CUT_AT_A_TIME + len(taken)) % len(groups)])
+            size += len(taken[-1])
         begin = time.thread_time_ns()
-        assert len(cutter.cut(payload, 0)) == size
+        assert len(cutter.cut(taken, 0)) == size
         cut.append((time.thread_time_ns() - begin) / size / 1e3)
         cutter._processor.force_flush()
         begin = time.thread_time_ns()

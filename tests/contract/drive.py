@@ -5,6 +5,7 @@ Import this module after anything that changes vLLM's base classes.
 
 import inspect
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,13 +22,15 @@ from kvobs.export import span_export
 from kvobs.schema.signals import VLLM_LABELS
 from kvobs.testing import BLOCK, Rig, Script, ScriptedConnector, entry_of
 from tests.support.example import TESTS, imported
-from tests.support.scripted import Handshake, Tally
+from tests.support.scripted import Handshake, Stats, Tally
 
 from .members import hooks, parameters, public_members
 
 SPAN = "cd" * 8  # of the requests' client
 HEADERS = {"traceparent": f"00-{'ab' * 16}-{SPAN}-01"}
 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:1"  # so that requests are traced
+os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "10"  # ms
+SPANS = ["kv.load Loader", "kv.lookup", "kv.save Saver"]  # of the request
 METRICS: Any = ({each: each for each in (Counter, Gauge, Histogram)}, [*VLLM_LABELS], {0: ["tiny", "0"]})
 TOKENS = 64  # that are loaded
 
@@ -49,6 +52,10 @@ class Recording(ScriptedConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self.recorded: list[tuple[str, tuple[Any, ...]]] = []
         super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data=data or {})
 
     vars().update(_HOOKS)
 
@@ -86,8 +93,9 @@ def drive() -> dict[str, Any]:
     loader.offers["r1"] = TOKENS, True
     saver.promises.add("r1")
     saver.params["r1"] = {"saver": "was here"}
+    loader.stats = [Stats(data={"n": n}) for n in (2, 3)]
     rig = Engine(loader, saver)
-    worker, seen = rig.workers[0], dict[str, Any]()
+    worker, server, seen = rig.workers[0], ApiServer(rig), dict[str, Any]()
     seen["signatures"] = {"scheduler": _signatures(rig.connector), "worker": _signatures(worker)}
 
     def call(connector: Any, hook: str, *args: Any) -> Any:
@@ -137,12 +145,13 @@ def drive() -> dict[str, Any]:
     seen["still bound"] = worker.has_connector_metadata()
 
     # What is asked now and then.
+    server.scrape()
     call(rig.connector, "request_finished", request, [3])
     for hook in ("has_pending_block_frees", "has_pending_push_work", "reset_cache", "shutdown"):
         call(rig.connector, hook)
     for hook in ("unregister_kv_caches", "restore_kv_caches", "shutdown"):
         call(worker, hook)
-    seen |= {"noted": report(rig), "aggregator": type(rig.aggregator).__module__, "class": on_the_class(rig)}
+    seen |= {"noted": server.report(), "aggregator": type(rig.aggregator).__module__, "class": on_the_class(rig)}
     return {"calls": rig.calls, "seen": seen}
 
 
@@ -199,32 +208,43 @@ def statuses() -> list[str]:
     return [*seen, rig.status("r")]
 
 
-def report(rig: Rig) -> dict[str, Any]:
-    """Send the stats to the API server as this vLLM does; return what its metrics and its log say then."""
-    cls, exported = type(rig.connector), InMemorySpanExporter()
-    span_export.make_exporter = lambda endpoint: exported
-    metrics = cls.build_prom_metrics(rig.scheduler.vllm_config, *METRICS)
-    logged: Any = None
-    for sent in rig.stats:
-        packed = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=sent))
-        arrived = MsgpackDecoder(SchedulerStats).decode(packed).kv_connector_stats
-        metrics.observe(arrived, 0)
-        rebuilt = cls.build_kv_connector_stats(arrived)
-        logged = rebuilt if logged is None else logged.aggregate(rebuilt)
-    metrics._cutter.close()
-    spans = exported.get_finished_spans()
-    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
-    return {
-        "hits": {s.labels["connector"]: s.value for s in samples if s.name == "kvobs_lookups_total"},
-        "loaded": {s.labels["connector"]: s.value for s in samples if s.name == "kvobs_load_tokens_total"},
-        "calls": {
-            s.labels["connector"]: s.value
-            for s in samples
-            if s.name == "kvobs_call_duration_seconds_count" and s.labels["hook"] == "build_connector_meta"
-        },
-        "spans": sorted(s.name for s in spans if s.parent and s.parent.span_id == int(SPAN, 16)),
-        "log": logged.reduce() if logged is not None else None,
-    }
+class ApiServer:
+    """Shows the metrics of an engine, from its pages, and takes the connectors' own stats as this vLLM sends them."""
+
+    def __init__(self, rig: Engine) -> None:
+        self._rig, self._class, self._exported = rig, type(rig.connector), InMemorySpanExporter()
+        span_export.make_exporter = lambda endpoint: self._exported
+        self._metrics = self._class.build_prom_metrics(rig.scheduler.vllm_config, *METRICS)
+
+    def scrape(self) -> list[Any]:
+        return [sample for family in REGISTRY.collect() for sample in family.samples]
+
+    def report(self) -> dict[str, Any]:
+        """Return what its metrics and its log show now that the engine has ended."""
+        logged: Any = None
+        for sent in self._rig.stats:
+            packed = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=sent))
+            arrived = MsgpackDecoder(SchedulerStats).decode(packed).kv_connector_stats
+            self._metrics.observe(arrived, 0)
+            rebuilt = self._class.build_kv_connector_stats(arrived)
+            logged = rebuilt if logged is None else logged.aggregate(rebuilt)
+        samples, deadline = self.scrape(), time.monotonic() + 60
+        while (spans := self._spans()) != SPANS and time.monotonic() < deadline:
+            time.sleep(0.05)
+        calls = [s for s in samples if s.name == "kvobs_call_duration_seconds_count"]
+        return {
+            "hits": {s.labels["connector"]: s.value for s in samples if s.name == "kvobs_lookups_total"},
+            "loaded": {s.labels["connector"]: s.value for s in samples if s.name == "kvobs_load_tokens_total"},
+            "calls": {s.labels["connector"]: s.value for s in calls if s.labels["hook"] == "build_connector_meta"},
+            "steps": sum(call["hook"] == "build_connector_meta" for call in self._rig.calls),
+            "spans": spans,
+            "log": logged.reduce() if logged is not None else None,
+        }
+
+    def _spans(self) -> list[str]:
+        """Return the names of the exported spans of the client's request."""
+        spans = self._exported.get_finished_spans()
+        return sorted(span.name for span in spans if span.parent and span.parent.span_id == int(SPAN, 16))
 
 
 def on_the_class(rig: Rig) -> dict[str, Any]:

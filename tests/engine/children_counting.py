@@ -1,7 +1,7 @@
 """A steered child that counts every call it gets, by itself, and leaves its counts where a test can read them.
 
 Option in ``kv_connector_extra_config``, beside those of ``SteeredChild``: ``counts``, an existing folder, in which each
-process keeps one file up to date.
+process keeps one file up to date, with the time at which it counted.
 """
 
 import inspect
@@ -45,12 +45,8 @@ class CountingChild(ExportsCalls, SteeredChild):
         threading.Thread(target=self._keep_writing, args=(path, whose), daemon=True).start()
 
     def _keep_writing(self, path: Path, whose: dict[str, str]) -> None:
-        written: dict[str, int] = {}
         while True:
-            calls = dict(self._calls)
-            if calls != written:
-                write_json(path, {**whose, "calls": calls})
-                written = calls
+            write_json(path, {**whose, "at": time.monotonic(), "calls": dict(self._calls)})
             time.sleep(WRITTEN_EVERY_S)
 
 
@@ -77,11 +73,15 @@ for base in (KVConnectorBase_V1, SupportsHMA):
             setattr(CountingChild, name, counted(name))
 
 
-def calls_counted(folder: Path, engine: str = "0") -> Counter[tuple[str, str]]:
-    """Return the calls of one engine's children by (who, hook), who being "scheduler" or "worker<rank>"."""
+def calls_counted(folder: Path, engine: str = "0", since: float = 0.0) -> Counter[tuple[str, str]]:
+    """Return the calls of one engine's children by (who, hook), who being "scheduler" or "worker<rank>".
+
+    They were counted since that time of this machine's clock.
+    """
     calls: Counter[tuple[str, str]] = Counter()
     for path in folder.glob("*.json"):
-        counts = json.loads(path.read_text())
+        while (counts := json.loads(path.read_text()))["at"] < since:
+            time.sleep(WRITTEN_EVERY_S)
         if counts["engine"] == engine:
             calls.update({(counts["who"], hook): n for hook, n in counts["calls"].items()})
     return calls

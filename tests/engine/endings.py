@@ -105,7 +105,7 @@ class Ending:
     files: tuple[str, ...]
     """That it left behind, numbers in their names left out."""
     counted: tuple[int, int, int] | None = None
-    """Requests: answered a second before, on /metrics at the end, sent by then."""
+    """Requests: answered before, on /metrics at the end, sent by then."""
 
     def comparable(self, case: Case) -> tuple[Any, ...]:
         """Return what must be the same with and without kvobs."""
@@ -211,7 +211,7 @@ def run(case: Case, router: str, model: Path, folder: Path) -> Ending:
         assert eventually(lambda: clients.answered(time.monotonic() - 2) > 0, WARM_S), "nothing is answered"
         asked = time.monotonic()
         counted = scraper.read()
-        ledger = None if counted is None else (1 + clients.answered(asked - 1), counted, 1 + clients.begun)
+        ledger = None if counted is None else (1 + clients.answered(asked), counted, 1 + clients.begun)
         underway = Clients(server, LONG)  # after /metrics has been read, which may take long on a busy server
         time.sleep(UNDER_WAY_S)
         moment = time.monotonic()

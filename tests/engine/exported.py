@@ -1,4 +1,4 @@
-"""A server whose kvobs metrics come from its exporters, in the form in which tests read those of an API server."""
+"""A server whose kvobs metrics come from an exporter, in the form in which tests read those of an API server."""
 
 import json
 import os
@@ -12,11 +12,15 @@ import psutil
 from prometheus_client.samples import Sample
 
 from kvobs.demo.server import HOST, Server, claim_port, parse_metrics
+from kvobs.export.starter import AUTO_AFTER_S
 from kvobs.schema.options import ExporterOptions
 from tests.engine.serving import eventually
 from tests.support.affinity import set_affinity
 
 PORT = ExporterOptions().port or 0
+UP_S = AUTO_AFTER_S + 60
+SHOWN_BY_NONE = "no API server of vLLM shows them"
+"""Why an exporter starts without being asked to, as it is logged."""
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 
 
@@ -27,15 +31,18 @@ def with_exporter(config: dict[str, Any], **options: Any) -> tuple[dict[str, Any
     return config, port
 
 
-def by_itself(server: Server, engines: int = 1) -> Any:
-    """Return a server whose engines' exporters started without being asked to; wait until they answer."""
-    exported = Exported(server, *(PORT + engine for engine in range(engines)))
+def by_itself(server: Server) -> Any:
+    """Return a server whose exporter starts without being asked to; wait until it answers."""
+    exported = Exported(server, PORT)
     exported.until_up()
     return exported
 
 
 class Exported:
-    """Reads like a `Server`: kvobs's numbers come from the exporters at these ports, all else from the server."""
+    """Reads like a `Server`: kvobs's numbers come from the exporters at these ports, all else from the server.
+
+    There is one on each host.
+    """
 
     def __init__(self, server: Server, *at: int) -> None:
         self.server, self.ports = server, at
@@ -61,13 +68,14 @@ class Exported:
         assert not [s for s in vllms if s.name.startswith("kvobs_")]
         return [*vllms, *(s for port in self.ports for s in parse_metrics(self.get("/metrics", port)))]
 
-    def health(self) -> dict[str, Any]:
-        """Return /healthz of the first exporter, also where its engine is gone."""
+    def health(self, engine: int = 0) -> dict[str, Any]:
+        """Return what /healthz of the first exporter says about an engine, also where that is gone."""
         try:
-            found: dict[str, Any] = json.loads(self.get("/healthz"))
+            found = json.loads(self.get("/healthz"))
         except urllib.error.HTTPError as error:
             found = json.loads(error.read())
-        return found
+        (health,) = (one for one in found["engines"] if one["engine"] == engine)
+        return dict(health)
 
     def pid(self, port: int | None = None) -> int:
         """Return the process of an exporter; of the first one by default."""
@@ -88,6 +96,6 @@ class Exported:
                 return all(self.get("/healthz", port) for port in self.ports)
             return False
 
-        assert eventually(answers, 60)
+        assert eventually(answers, UP_S)
         for port in self.ports:
             set_affinity(self.pid(port), set(range(os.cpu_count() or 1)))

@@ -1,6 +1,9 @@
 """Readings of a server's /metrics, and what a child that counts for itself says about the same calls."""
 
 import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -8,21 +11,13 @@ from typing import Self
 from prometheus_client.samples import Sample
 
 from kvobs.demo.server import Server
+from kvobs.export.totals import FRESH_S
 from kvobs.schema.signals import hook_label
 from tests.engine.children_counting import EXPORTED, calls_counted
-from tests.engine.serving import eventually, prompt
+from tests.engine.serving import eventually
 
 IDLE_S = 1.0
-"""Time for the last step's numbers to reach /metrics, and for the children's counts to reach their files."""
-
-AFTER_THE_FLUSH = {
-    "get_kv_connector_stats": {"worker", "scheduler"},
-    "get_kv_connector_kv_cache_events": {"worker"},
-    "build_connector_worker_meta": {"worker"},
-    "clear_connector_metadata": {"worker"},
-    "take_events": {"scheduler"},
-}
-"""Hooks whose call in the last step comes with the next one's numbers, and the processes that call them."""
+"""Time for the last step to end, and for vLLM's own numbers to reach /metrics."""
 
 
 class Growth:
@@ -59,38 +54,93 @@ def added(samples: list[Sample], metric: str, labels: dict[str, str]) -> float:
     return sum(s.value for s in samples if s.name == metric and labels.items() <= s.labels.items())
 
 
-def assert_every_call_is_counted(server: Server, counts: Path, connector: str, ranks: int, engine: str = "0") -> None:
-    """Compare kvobs's counts of the calls into a ``CountingChild`` with the child's own, since the server's start."""
-    # A last plain request, after which nothing is pending: whatever came before it has been sent by then.
-    server.complete(prompt("the last", connector, engine), 2, headers={"X-data-parallel-rank": engine})
-    time.sleep(IDLE_S)
-    theirs: dict[str, int] = {}
-    for (_, hook), n in calls_counted(counts, engine).items():
-        theirs[hook_label(hook)] = theirs.get(hook_label(hook), 0) + n
-    ours = {
-        s.labels["hook"]: s.value
-        for s in server.metrics()
-        if s.name == "kvobs_call_duration_seconds_count"
-        and (s.labels["connector"], s.labels["engine"]) == (connector, engine)
-    }
-    assert ours.keys() == theirs.keys()
-    processes = {"worker": ranks, "scheduler": 1}
-    late = {hook: sum(processes[side] for side in sides) for hook, sides in AFTER_THE_FLUSH.items()}
-    wrong = {
-        hook: f"{ours[hook]:.0f} instead of {n}"
-        for hook, n in theirs.items()
-        if not 0 <= n - ours[hook] <= late.get(hook, 0)
-    }
-    assert wrong == {}
+def calls_shown(server: Server, connector: str, engine: str = "0") -> Counter[str]:
+    """Return the calls into a connector by hook, as /metrics has them: the sum over the hosts of the engine."""
+    shown: Counter[str] = Counter()
+    for s in server.metrics():
+        is_of_it = (s.labels.get("connector"), s.labels.get("engine")) == (connector, engine)
+        if s.name == "kvobs_call_duration_seconds_count" and is_of_it:
+            shown[s.labels["hook"]] += int(s.value)
+    return shown
+
+
+def calls_made(counts: Path, engine: str = "0", since: float = 0.0) -> Counter[str]:
+    """Return the calls that a ``CountingChild`` has counted itself, by the label of the hook."""
+    made: Counter[str] = Counter()
+    for (_, hook), n in calls_counted(counts, engine, since).items():
+        made[hook_label(hook)] += n
+    return made
+
+
+def assert_every_call_is_counted(
+    server: Server, counts: Path, connector: str, ranks: int, engine: str = "0", *, has_stats: bool = True
+) -> None:
+    """Compare kvobs's counts of the calls into a ``CountingChild`` with the child's own, since the server's start.
+
+    Nothing is in progress: they are equal, without another step. ``has_stats``: vLLM shows the child's own metrics.
+    """
+    who = {"scheduler", *(f"worker{rank}" for rank in range(ranks))}
+    assert {process for process, _ in calls_counted(counts, engine)} == who
+    ours, theirs = Counter[str](), Counter[str]()
+
+    def are_equal() -> bool:
+        nonlocal ours, theirs
+        ours, theirs = calls_shown(server, connector, engine), calls_made(counts, engine)
+        return ours == theirs
+
+    assert eventually(are_equal, 20), {hook: (ours[hook], theirs[hook]) for hook in ours.keys() | theirs.keys()}
+    if not has_stats:
+        return
     exported = {  # by the child itself, in its own metrics
         s.labels["call"]: s.value
         for s in server.metrics()
         if s.name == "vllm:stats_child_calls_total"
         and (s.labels["connector"], s.labels["engine"]) == (connector, engine)
     }
-    for (who, hook), n in calls_counted(counts, engine).items():
+    for (process, hook), n in calls_counted(counts, engine).items():
         if hook in EXPORTED:
-            assert exported[f"{who}.{hook}"] == n
+            assert exported[f"{process}.{hook}"] == n
+
+
+def assert_each_scrape_is_right(
+    server: Server, counts: Path, connector: str, busy: Callable[[], object], in_progress: int
+) -> int:
+    """Compare each scrape while a server is ``busy`` with what the child counts before and after it; return how many.
+
+    The child counts a call when it begins, kvobs when it ends: so many of a hook may be ``in_progress``.
+    """
+    scrapes = 0
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(busy)
+        while not done.done():
+            before = calls_made(counts)
+            ours = calls_shown(server, connector)
+            after = calls_made(counts, since=time.monotonic())
+            wrong = {
+                hook: (before[hook], ours[hook], after[hook])
+                for hook in ours.keys() | after.keys()
+                if not before[hook] - in_progress <= ours[hook] <= after[hook]
+            }
+            assert wrong == {}
+            scrapes += before != after
+            time.sleep(FRESH_S)  # an exporter gives scrapes within it the same text
+        done.result()
+    return scrapes
+
+
+def assert_right_while_a_call_hangs(server: Server, counts: Path, connector: str, hook: str) -> None:
+    """Compare what /metrics shows with the child's own counts, while a call of this hook is in progress."""
+
+    def hangs() -> bool:
+        samples = [s for s in server.metrics() if s.name == "kvobs_call_in_progress_seconds"]
+        return any((s.labels["connector"], s.labels["hook"]) == (connector, hook) for s in samples)
+
+    assert eventually(hangs, 30)
+    time.sleep(FRESH_S)
+    theirs = calls_made(counts, since=time.monotonic())
+    ours = calls_shown(server, connector)
+    assert hangs(), "it has ended meanwhile: this proves nothing"
+    assert ours == theirs - Counter({hook: 1})
 
 
 def kvobs_samples(server: Server) -> list[Sample]:

@@ -16,8 +16,11 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from types import ModuleType
 from typing import Self
+
+from setproctitle import setproctitle
 
 from kvobs.demo.vllm_serve import PARENT, end_with_parent
 
@@ -144,6 +147,8 @@ def become(request: Request, imported: Imported, log: int) -> None:
     os.chdir(request.folder)
     os.sched_setaffinity(0, request.cores)
     sys.argv[1:] = request.args
+    # By their command lines kvobs knows two lives of one server.
+    setproctitle(f"{sys.argv[0]} {sha256(json.dumps(request.args).encode()).hexdigest()}")
     # An interpreter adds the folder of an installed package only where the PYTHONPATH does not have it.
     first = [request.folder, *paths(request.env)]
     sys.path[:] = [*first, *(folder for folder in sys.path[1:] if folder not in (*paths(imported.env), *first))]

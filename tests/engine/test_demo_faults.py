@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import StringIO
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from kvobs.cli.scrapes import fetch
 from kvobs.cli.top.live import Watch
 from kvobs.cli.top.rows import ConnectorRow
 from kvobs.cli.web import url_of
@@ -44,7 +46,8 @@ class Watched(Demo):
     seen: Seen = field(default_factory=Seen)
 
     def measure(self, server: Server) -> list[report.ConnectorTotals]:
-        watch = Watch(url_of(server.url), 1.0)
+        url = url_of(server.url)
+        watch = Watch(url, partial(fetch, url), 1.0)
         watch.scrape()
         rows = super().measure(server)
         watch.scrape()

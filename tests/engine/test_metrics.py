@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +13,18 @@ import kvobs
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import Server
 from tests.engine import metered, serving
-from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
+from tests.engine.readings import (
+    Growth,
+    assert_each_scrape_is_right,
+    assert_every_call_is_counted,
+    assert_right_while_a_call_hangs,
+    kvobs_samples,
+)
 from tests.engine.serving import TOKENS, ask_all, eventually, hang_up, prompt, resident, serve, total
 
 pytestmark = pytest.mark.engine
+
+HANGS_MS = 8_000
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +94,19 @@ def test_every_call_is_counted(server: Server, folder: Path) -> None:
     }
     assert {"start_load_kv", "build_connector_meta"} <= labels
     assert not {"wait_for_layer_load", "save_kv_layer"} & labels, "empty in OffloadingConnector: not called"
+
+
+def test_a_scrape_in_the_middle_of_a_burst_is_right(server: Server, folder: Path) -> None:
+    burst = partial(metered.ask_in_turn, server, 200, about="burst")
+    assert assert_each_scrape_is_right(server, folder / "counts", "steered", burst, in_progress=2) > 2
+
+
+def test_a_scrape_during_a_hang_is_right_to_the_last_call(server: Server, folder: Path) -> None:
+    hangs = {"sleep_in": "wait_for_save", "sleep_ms": {"1": HANGS_MS}}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(metered.ask, server, prompt("hangs"), hangs, 1)
+        assert_right_while_a_call_hangs(server, folder / "counts", "steered", "wait_for_save")
+        asked.result()
 
 
 def test_configuration_and_versions_are_metrics(server: Server) -> None:

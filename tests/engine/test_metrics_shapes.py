@@ -1,21 +1,26 @@
 """Metrics of servers with several API servers or engines or without stat logging, and loads that change no answer."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from kvobs.cli import app
 from kvobs.demo.run import files, host_memory, multi_connector
+from kvobs.export.starter import AUTO_AFTER_S
 from tests.engine import metered
-from tests.engine.exported import PORT, by_itself
+from tests.engine.exported import PORT, SHOWN_BY_NONE, by_itself
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, eventually, hit, prompt, serve
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, SPAWNING, ask_all, eventually, hit, prompt, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("_default_port")]
 
 
 def test_with_two_api_servers_an_exporter_has_the_numbers(model: Path, tmp_path: Path) -> None:
-    """It starts by itself: each payload would go to one of them."""
+    """The engine starts it: each of them shows files of prometheus_client only."""
     config = metered.configuration(
         metered.counting_child(tmp_path), host_memory(), files(tmp_path / "disk"), names=["steered", "cpu", "disk"]
     )
@@ -46,11 +51,11 @@ def test_with_two_api_servers_an_exporter_has_the_numbers(model: Path, tmp_path:
 
 @pytest.mark.parametrize("api_servers", [1, 2])
 def test_data_parallel_engines_have_series_of_their_own(model: Path, tmp_path: Path, api_servers: int) -> None:
-    """By default there are as many API servers as engines, and each engine has an exporter that starts by itself."""
+    """By default there are as many API servers as engines, and the engine starts one exporter of both."""
     config = metered.configuration(metered.counting_child(tmp_path), host_memory(), names=["steered", "cpu"])
     args = ("--data-parallel-size", "2", *(("--api-server-count", "1") if api_servers == 1 else ()))
     with serve(model, tmp_path, config, *args, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as plain:
-        server = plain if api_servers == 1 else by_itself(plain, engines=2)
+        server = plain if api_servers == 1 else by_itself(plain)
         for engine, requests in (("0", 24), ("1", 40)):
             with Growth(server, connector="steered", engine=engine) as grown:
                 metered.ask_in_turn(server, requests, engine)
@@ -65,24 +70,35 @@ def test_data_parallel_engines_have_series_of_their_own(model: Path, tmp_path: P
         assert up == ({} if api_servers == 1 else {"0": 1, "1": 1})
 
 
-OFF = "--disable-log-stats: vLLM's stat logging is off"
+def top(port: int) -> dict[str, Any]:
+    """Return what `kvobs top` finds on this host, without an address, about the server at this port."""
+    found = CliRunner().invoke(app, ["top", "--once", "--json", "--interval", "1"])
+    servers = [one for one in json.loads(found.output)["servers"] if one["address"].endswith(f" at port {port}")]
+    assert len(servers) == 1, found.output
+    return dict(servers[0])
 
 
 def test_a_server_without_stats_has_metrics_at_an_exporter(model: Path, tmp_path: Path) -> None:
-    config = multi_connector(host_memory(), files(tmp_path / "disk"))
-    with serve(model, tmp_path, config, "--disable-log-stats") as plain:
+    config = metered.configuration(metered.counting_child(tmp_path), host_memory(), names=["steered", "cpu"])
+    # Spawned: the port is on its command line.
+    with serve(model, tmp_path, config, "--disable-log-stats", launch=SPAWNING) as plain:
+        seen = top(plain.port)  # of an engine whose exporter has not started yet
+        assert (seen["error"], [row["connector"] for row in seen["connectors"]]) == (None, ["steered", "cpu"])
+        metered.ask_in_turn(plain, 40)
         server = by_itself(plain)
-        plain.complete(prompt("by itself"), 1)
-        assert eventually(lambda: sum(s.value for s in server.metrics() if s.name == "kvobs_lookups_total") == 2, 10)
-        (line,) = re.findall(f".*{OFF}.*", plain.log.read_text())
+        assert sum(s.value for s in server.metrics() if s.name == "kvobs_lookups_total") == 80
+        assert_every_call_is_counted(server, tmp_path / "counts", "steered", ranks=1, has_stats=False)
+        metered.assert_nothing_in_flight(server)
+        (line,) = re.findall(f".*{SHOWN_BY_NONE}.*", plain.log.read_text())
     assert "INFO" in line
-    assert f"metrics are at http://127.0.0.1:{PORT}/metrics" in line
+    assert f"serves the metrics at http://127.0.0.1:{PORT}/metrics" in line
 
 
 def test_a_server_without_stats_and_exporter_warns_once(model: Path, tmp_path: Path) -> None:
     config = multi_connector(host_memory(), names=["host"])
     config["kv_connector_extra_config"]["kvobs"]["exporter"] = None
     with serve(model, tmp_path, config, "--disable-log-stats") as server:
-        (line,) = re.findall(f".*{OFF}.*", server.log.read_text())
+        lines = re.compile(f".*shown nowhere: {SHOWN_BY_NONE}, and kvobs.exporter is null")
+        assert eventually(lambda: bool(lines.search(server.log.read_text())), AUTO_AFTER_S + 30)
+        (line,) = lines.findall(server.log.read_text())
     assert "WARNING" in line
-    assert "Fix: remove kv_connector_extra_config.kvobs.exporter" in line

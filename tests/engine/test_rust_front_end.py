@@ -1,4 +1,4 @@
-"""vLLM's Rust front end knows nothing of kvobs: its numbers come from the exporter, which starts by itself."""
+"""vLLM's Rust front end knows nothing of kvobs: its numbers come from the exporter, which the engine starts."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from kvobs.demo.model import NAME
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import Server
 from tests.contract.hosts import prepare
-from tests.engine.exported import PORT, Exported, by_itself, with_exporter
+from tests.engine.exported import PORT, SHOWN_BY_NONE, Exported, by_itself, with_exporter
 from tests.engine.serving import ROOT, eventually, prompt, serve, total
 from tests.versions.engines import RUST_VERSION, overlay, rust_front_end
 
@@ -41,7 +41,7 @@ def rust() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "requests"), [(1, {"0": 6}), (2, {"0": 6}), (1, {"0": 2, "1": 5})], ids=repr)
-def test_each_engine_has_an_exporter_with_its_numbers(
+def test_the_exporter_has_each_engines_numbers(
     model: Path, tmp_path: Path, rust: dict[str, Any], ranks: int, requests: dict[str, int]
 ) -> None:
     config, port = with_exporter(multi_connector(host_memory(), names=["host"]))
@@ -50,7 +50,7 @@ def test_each_engine_has_an_exporter_with_its_numbers(
         rust["env"] = rust["env"] | {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
     args = ("--data-parallel-size", str(len(requests))) if is_group else ()
     with serve(model, tmp_path, config, *args, **rust, tensor_parallel=ranks) as plain:
-        server: Any = Exported(plain, *range(port, port + len(requests)))
+        server: Any = Exported(plain, port)
         server.until_up()
         for engine, count in requests.items():
             headers = {"X-data-parallel-rank": engine} if is_group else {}
@@ -83,6 +83,6 @@ def test_the_exporter_starts_by_itself(model: Path, tmp_path: Path, rust: dict[s
         server = by_itself(plain)
         ask(plain, prompt("rust"))
         assert eventually(lambda: [s.value for s in server.metrics() if s.name == "kvobs_lookups_total"] == [1], 10)
-        said = [line for line in plain.log.read_text().splitlines() if "Rust front end" in line and "kvobs" in line]
+        said = [line for line in plain.log.read_text().splitlines() if SHOWN_BY_NONE in line]
     assert len(said) == 1
-    assert f"metrics are at http://127.0.0.1:{PORT}/metrics" in said[0]
+    assert f"metrics at http://127.0.0.1:{PORT}/metrics" in said[0]

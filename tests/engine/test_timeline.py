@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvobs.cli import app
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import group_members
-from kvobs.probe import black_box
+from kvobs.page import files
 from tests.engine.endings import kill
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, eventually, hang_up, of_tests, prompt, serve
 
@@ -26,7 +26,7 @@ HANGS = {"sleep_in": "wait_for_save", "sleep_ms": {"1": 600_000}}  # on rank 1
 @pytest.fixture
 def linked() -> Iterator[Path]:
     """A folder for links to the pages: an engine of another test may start, and remove those of dead processes."""
-    with tempfile.TemporaryDirectory(dir=black_box.folder().parent, prefix="pages-") as folder:
+    with tempfile.TemporaryDirectory(dir=files.folder().parent, prefix="pages-") as folder:
         yield Path(folder)
 
 
@@ -44,9 +44,9 @@ def test_a_killed_server_leaves_the_last_calls(
     with serve(model, tmp_path, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
         assert server.process is not None
         for pid in group_members(server.process.pid):
-            for page in black_box.folder().glob(f"*-{pid}{black_box.SUFFIX}"):
+            for page in files.folder().glob(f"*-{pid}{files.SUFFIX}"):
                 (linked / page.name).hardlink_to(page)
-        monkeypatch.setattr(black_box, "folder", lambda: linked)
+        monkeypatch.setattr(files, "folder", lambda: linked)
         prompts = [prompt(SECRET, i) for i in range(3)]
         for text in prompts:
             server.complete(text, TOKENS, headers={"X-Request-Id": SECRET})

@@ -9,18 +9,17 @@ import pytest
 
 from kvobs.demo.collector import Collector
 from kvobs.demo.run import host_memory
-from kvobs.schema import signals
 from tests.engine import metered
 from tests.engine.exported import Exported
 from tests.engine.hosts import AHEAD_S, TwoHosts, on_two_hosts
-from tests.engine.readings import Growth, assert_every_call_is_counted
+from tests.engine.readings import Growth, assert_every_call_is_counted, calls_shown
 from tests.engine.serving import TOKENS, eventually, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 TRACE = "7b" * 16
 ASYNC = {**metered.ASYNC, "load_ms": {"0": 100, "1": 10}}
-OF_THE_OTHER_HOST = {signals.BUILD_INFO.name, signals.START_TIME.name, signals.ENGINE_UP.name}
+OF_THE_FIRST_HOST = {f"kvobs_{name}_total" for name in ("lookups", "loads", "offered_tokens", "slowest_rank")}
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +36,9 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 @pytest.fixture(scope="module")
 def server(engine: tuple[TwoHosts, Collector, Path]) -> Any:
-    """Return the server, and kvobs's numbers from the exporter on its host."""
+    """Return the server, and kvobs's numbers from the exporters on both hosts."""
     hosts, *_ = engine
-    return Exported(hosts.server, hosts.ports[0])
+    return Exported(hosts.server, *hosts.ports)
 
 
 def test_blocks_come_back_as_they_were_computed_and_each_call_is_counted(server: Any, engine: Any) -> None:
@@ -80,14 +79,22 @@ def test_a_ranks_span_is_as_long_as_by_one_clock_and_lies_where_its_host_says(se
     assert 0.005 < (other.end_ns - other.start_ns) / 1e9 < AHEAD_S / 2
 
 
-def test_each_host_shows_its_processes_and_only_the_first_one_the_numbers(engine: Any) -> None:
+def test_each_host_shows_its_processes_and_their_numbers(engine: Any) -> None:
     hosts, *_ = engine
     here, there = (Exported(hosts.server, port) for port in hosts.ports)
     assert here.health()["processes"]["rank 1"] == "not seen"
     assert there.health()["processes"].keys() == {"rank 1"}
     assert there.health()["processes"]["rank 1"] == here.health()["processes"]["rank 0"]
-    shown = {line.split("{")[0] for line in there.get("/metrics").splitlines() if not line.startswith("#")}
-    assert shown == OF_THE_OTHER_HOST
+
+    def shown(host: Exported) -> set[str]:
+        return {line.split("{")[0] for line in host.get("/metrics").splitlines() if not line.startswith("#")}
+
+    assert shown(here) >= OF_THE_FIRST_HOST
+    assert not shown(there) & OF_THE_FIRST_HOST
+    hooks = {name: calls_shown(host, "steered").keys() for name, host in (("here", here), ("there", there))}  # type: ignore[arg-type]
+    assert "start_load_kv" in hooks["there"]
+    assert "on_new_request" in hooks["here"] - hooks["there"]
+    assert hooks["there"] < hooks["here"]
 
 
 def test_ranks_that_vllm_stops_have_not_ended_unexpectedly(engine: Any) -> None:
@@ -95,6 +102,6 @@ def test_ranks_that_vllm_stops_have_not_ended_unexpectedly(engine: Any) -> None:
     hosts, *_ = engine
     there = Exported(hosts.server, hosts.ports[1])
     hosts.other.stop()
-    assert eventually(lambda: there.health()["engine"] == "gone")
+    assert eventually(lambda: there.health()["state"] == "gone")
     time.sleep(3)  # until it has looked why
     assert not [sample for sample in there.get("/metrics").splitlines() if sample.startswith("kvobs_engine_ended")]

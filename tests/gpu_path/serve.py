@@ -45,8 +45,6 @@ METRICS = ("kvobs_lookups_total", "kvobs_loads_total", "kvobs_admitted_tokens_to
 """In the order of `Counted`."""
 DRAFTS: dict[str, Any] = {"method": "draft_model", "num_speculative_tokens": 2}
 """V2's kernel for n-grams has a mask that Triton's interpreter refuses."""
-CLOSING = Asked("closing", [7] * 40, 400)
-"""During whose steps the last numbers reach the metrics."""
 LAST = Asked("last", [7], 24)
 """Shorter than a block: after its steps nothing is left to copy."""
 
@@ -160,19 +158,13 @@ class Engine:
         return self.engine.step()
 
     def close(self) -> None:
-        """Take kvobs's numbers once they are those of the independent count, or at the end; and what is left."""
-        if self.plugs:
-            has_numbers = self.cell.router == "kvobs"
-            for step, _ in enumerate(self.ask([CLOSING])):
-                if step % 20 == 0:
-                    self.found.counted = counted(Path(os.environ[COUNTS]))
-                    self.found.kvobs = self.numbers() if has_numbers else {}
-                    if not has_numbers or self.found.kvobs == self.found.counted:
-                        break
-            self.engine.abort_request([CLOSING.name])
+        """Take kvobs's numbers, those of the independent count, and what is left."""
         for _ in self.ask([LAST]):
             pass
         self.forget()
+        if self.plugs:
+            self.found.counted = counted(Path(os.environ[COUNTS]))
+            self.found.kvobs = self.numbers() if self.cell.router == "kvobs" else {}
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         lines = [line for plug in self.plugs for line in plug.leftovers()]
         self.found.drafted = sum(int(s.value) for s in samples("vllm:spec_decode_num_accepted_tokens_total"))

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 CLIENTS = 4
 SETTLES_S = 2
-"""Until the last numbers of an incident are on the page: else they are of the next one."""
+"""Until what an incident has left under way is over, and scraped: else it is of the next one."""
 FEW_BLOCKS = ("--max-model-len", "512", "--num-gpu-blocks-override", "18")
 """Of 32 tokens; one is vLLM's own."""
 IN_FLIGHT = 'kvobs_in_flight{{connector="remote",kind="{}"}}'

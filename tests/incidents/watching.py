@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from dashboards import looks, questions
 from kvobs.cli.check.live import look
+from kvobs.cli.scrapes import fetch
 from kvobs.cli.top.live import Watch
 from kvobs.cli.top.screen import Picture
 from kvobs.demo.server import HOST, Server
@@ -39,7 +41,8 @@ class Watched:
 
     def __init__(self, server: Server, port: int, prometheus: Prometheus, log: Path) -> None:
         self.server, self.exported, self.prometheus = server, Exported(server, port), prometheus
-        self._log, self._watch = log, Watch(f"http://{HOST}:{port}/metrics", 1.0)
+        self._log, self._url = log, f"http://{HOST}:{port}/metrics"
+        self._watch = Watch(self._url, partial(fetch, self._url), 1.0)
         self.begin()
 
     @property
@@ -68,7 +71,7 @@ class Watched:
 
     def check(self) -> str:
         """Return the mistakes that `kvobs check --server` finds."""
-        return "\n".join(mistake.found for mistake in look([self._watch.url]).mistakes)
+        return "\n".join(mistake.found for mistake in look([self._url]).mistakes)
 
     def overview(self) -> str:
         """Return the column State of the Overview's table."""

@@ -1,9 +1,9 @@
-"""Sixty-two faults where parts of kvobs meet, each put into a copy of the tree: its own tests must find it.
+"""Seventy-one faults where parts of kvobs meet, each put into a copy of the tree: its own tests must find it.
 
     python -m tests.mutants.joint_faults [NAME ...]
 
 No operator makes them: state that stays, another connector's value, an update that one path leaves out, an order that
-is swapped. The first ten were planted in a review, and no test found them then. The last eighteen are in the putting
+is swapped. The first nine were planted in a review, and no test found them then. The last eighteen are in the putting
 together, which the tests of each part do by themselves: they need tests through the built product.
 """
 
@@ -65,7 +65,7 @@ JOINT_FAULTS = (
         f"{UNIT}/telemetry/tracing/test_request_traces.py",
     ),
     JointFault(
-        "a call that raised stays in progress in the black box",
+        "a call that raised stays in progress on the page",
         "kvobs/probe/pure.py",
         "                    failed(start, clock() - start, error, args[0] if args else None)\n                    raise\n",
         "                    failed(start, clock() - start, error, args[0] if args else None)\n"
@@ -81,20 +81,10 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "an exemplar has the trace of another record",
-        f"{EXPORT}/process.py",
-        "            for record in self._cutter.cut(taken.spans, self._engine.index):\n"
-        "                self._totals.mark(record, time.time())\n",
-        "            cut = list(self._cutter.cut(taken.spans, self._engine.index))\n"
-        "            for record in cut:\n"
-        "                self._totals.mark(record._replace(trace_id=cut[0].trace_id), time.time())\n",
-        f"{UNIT}/export/test_process.py",
-    ),
-    JointFault(
-        "the exporter's port is by the engine's number, not by its place on the host",
-        f"{EXPORT}/feed.py",
-        "versions.engine_place(vllm_config).on_host",
-        "versions.engine_place(vllm_config).number",
-        f"{UNIT}/export/test_feed.py::test_an_exporter_is_told_its_address_and_where_to_send",
+        f"{EXPORT}/span_reading.py",
+        "                totals.mark(record, time.time())\n",
+        "                totals.mark(record._replace(trace_id=taken[0][1][0].trace_id), time.time())\n",
+        f"{UNIT}/export/test_span_reading.py::test_each_exemplar_has_the_trace_of_its_own_record",
     ),
     JointFault(
         "a load has lost what the last rank lost, not the worst",
@@ -255,20 +245,41 @@ JOINT_FAULTS = (
         "        if load is not None:\n",
         f"{UNIT}/telemetry/transfers/test_open_transfers.py",
     ),
-    # the payload and the totals
+    # the pages and their readers
     JointFault(
-        "the gauges of an older payload win",
-        f"{PAYLOAD}/kvobs_stats.py",
-        '            self.data["gauges"].update(theirs.data["gauges"])\n',
-        '            self.data["gauges"] = {**theirs.data["gauges"], **self.data["gauges"]}\n',
-        f"{UNIT}/telemetry/payload/test_kvobs_stats.py",
+        "a gauge is the sum of those of all processes",
+        f"{EXPORT}/engine.py",
+        "        total[gauges] = each[:, gauges].max(axis=0)\n",
+        "",
+        f"{UNIT}/export/test_engine.py",
+    ),
+    JointFault(
+        "the numbers of a process that has gone are dropped",
+        f"{EXPORT}/engine.py",
+        "        pages = self.all()\n        gauges, calls",
+        "        pages = [page for page in self.all() if page.is_alive] or list(self.all())\n        gauges, calls",
+        f"{UNIT}/export/test_engine.py",
+    ),
+    JointFault(
+        "what a reader counts itself is not in the numbers that it shows",
+        f"{EXPORT}/totals.py",
+        "            for slot, n in (*self._own.items(), (_VERSION",
+        "            for slot, n in ((_VERSION",
+        f"{UNIT}/export/test_totals.py",
     ),
     JointFault(
         "one connector's label values use up those of the others",
-        f"{EXPORT}/totals.py",
-        "sum(key[0] == child for key in known) >= SERIES_AT_MOST",
-        "len(known) >= SERIES_AT_MOST",
-        f"{UNIT}/export/test_totals.py",
+        "kvobs/page/rows.py",
+        "        alike = sum(key[:2] == (signal, child) for key in self._at)\n",
+        "        alike = sum(key[0] == signal for key in self._at)\n",
+        f"{UNIT}/page/test_rows.py",
+    ),
+    JointFault(
+        "of several processes one connector's label values use up those of the others",
+        f"{EXPORT}/engine.py",
+        "self._rows.setdefault((signal, child), {other})",
+        "self._rows.setdefault((signal, 0), {other})",
+        f"{UNIT}/export/test_engine_rows.py",
     ),
     JointFault(
         "a merged payload shares a connector's stats with the first one",
@@ -277,28 +288,77 @@ JOINT_FAULTS = (
         "                self.data[name] = theirs\n",
         f"{UNIT}/telemetry/payload/test_stats.py",
     ),
-    # the exporter, its feed and its watch
+    # the exporter and its watch
     JointFault(
-        "what the exporter has counted is forgotten if the engine does not read",
-        f"{EXPORT}/process.py",
-        "            if self._channel.send(line, socket.MSG_DONTWAIT) == len(line):\n                self._counts.clear()\n",
-        "            self._channel.send(line, socket.MSG_DONTWAIT)\n        self._counts.clear()\n",
-        f"{UNIT}/export/test_process.py",
-    ),
-    JointFault(
-        "a new exporter starts from the last message, not from the totals",
-        f"{EXPORT}/feed.py",
-        "        self._sent.add(self._waiting)\n        self._waiting, self._spans = Increments.none(), []\n",
-        "        if self._payload_s:\n            self._sent = self._waiting\n"
-        "        self._waiting, self._spans = Increments.none(), []\n",
-        f"{UNIT}/export/test_feed.py::test_an_exporter_that_is_killed_comes_back_and_no_counter_falls",
+        "a new exporter reads all spans again",
+        f"{EXPORT}/engine.py",
+        "            ordinary, urgent = self._before.get(name, ((0, 0), (0, 0)))\n",
+        "            ordinary, urgent = (0, 0), (0, 0)\n",
+        f"{UNIT}/export/test_engine.py",
     ),
     JointFault(
         "a process that goes on is still shown as stopped",
         f"{EXPORT}/engine_watch.py",
-        "        self._stopped = {page.rank: self._stopped.get(page.rank, now) for page in running if is_stopped(page.pid)}\n",
-        "        for page in running:\n            if is_stopped(page.pid):\n                self._stopped.setdefault(page.rank, now)\n",
+        "        self._stopped = {page.rank: self._stopped.get(page.rank, now) for page in running if page.is_stopped}\n",
+        "        for page in running:\n            if page.is_stopped:\n                self._stopped.setdefault(page.rank, now)\n",
         f"{UNIT}/export/test_engine_watch.py::test_a_stopped_process_is_named_and_no_connector",
+    ),
+    # gauges and spans of a page
+    JointFault(
+        "a gauge is not set when a load ends",
+        "kvobs/state/transfers.py",
+        "            self.tokens -= self._held.pop(request, 0)\n            self.changes.add(self)\n",
+        "            self.tokens -= self._held.pop(request, 0)\n",
+        f"{UNIT}/test_observed_loads.py::test_the_gauges_are_right_after_each_event",
+    ),
+    JointFault(
+        "after a client has left the gauges wait for the next step",
+        f"{TRANSFERS}/open_transfers.py",
+        "        if self.changes:\n            self.measure()\n",
+        "",
+        f"{UNIT}/test_observed_loads.py::test_the_gauges_are_right_after_each_event",
+    ),
+    JointFault(
+        "slow and failed spans are written among the ordinary ones",
+        f"{TRACING}/journal.py",
+        "self._page.spans[URGENT if is_urgent else ORDINARY]",
+        "self._page.spans[ORDINARY]",
+        f"{UNIT}/telemetry/tracing/test_journal.py",
+    ),
+    JointFault(
+        "a process writes so many spans in all, and not in each second",
+        f"{TRACING}/journal.py",
+        "return min(PER_SECOND, self._room + (self._clock() - self._since) * PER_SECOND)",
+        "return self._room",
+        f"{UNIT}/telemetry/tracing/test_journal.py",
+    ),
+    JointFault(
+        "where nothing is traced a slow load in vain is lost",
+        f"{TRACING}/urgent_loads.py",
+        "        self._write(request.request_id)  # a load in vain\n",
+        "        self._unweighed.pop(request.request_id, None)\n",
+        f"{UNIT}/telemetry/tracing/test_urgent_loads.py",
+    ),
+    JointFault(
+        "where nothing is traced slow and failed calls are not written",
+        RECORDERS,
+        "listener=tracer, page=page",
+        "listener=tracer if tracing.is_on else None, page=page",
+        f"{UNIT}/telemetry/tracing/test_urgent_loads.py",
+    ),
+    JointFault(
+        "the estimate learns from each step by itself",
+        "kvobs/telemetry/scheduler_telemetry.py",
+        "        if self._is_last or now_ns - self._looked_ns >= EVERY_NS:\n",
+        "        if now_ns:\n",
+        f"{UNIT}/telemetry/test_scheduler_telemetry.py",
+    ),
+    JointFault(
+        "what the estimate has seen at a burst's end waits for the next one",
+        "kvobs/telemetry/scheduler_telemetry.py",
+        "            self._is_last = not has_forward and bool(output.finished_req_ids)\n",
+        "            self._is_last = False\n",
+        f"{UNIT}/telemetry/test_scheduler_telemetry.py",
     ),
     # traces, reports and gains
     JointFault(
@@ -311,7 +371,7 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "a client gets the report without the trace",
-        "kvobs/telemetry/sides.py",
+        "kvobs/telemetry/scheduler_telemetry.py",
         "            params = reports.finished(request, params) or params\n",
         "            params = reports.finished(request, None) or params\n",
         f"{UNIT}/telemetry/requests/test_request_reports.py",
@@ -356,7 +416,7 @@ JOINT_FAULTS = (
     # names of the configuration
     JointFault(
         "a link's speed is looked for under the connector's class",
-        f"{EXPORT}/feed.py",
+        WIRING,
         "                options.link_gbps.get(spec.name),\n",
         "                options.link_gbps.get(spec.connector_class.__name__),\n",
         PRODUCT,
@@ -497,17 +557,17 @@ JOINT_FAULTS = (
         PRODUCT,
     ),
     JointFault(
-        "the exporter of each engine of a group is engine 0's",
-        f"{EXPORT}/feed.py",
+        "the page of each engine of a group says engine 0",
+        WIRING,
         "index=versions.engine_place(vllm_config).number",
         "index=0",
         PRODUCT,
     ),
     JointFault(
-        "the spans of the second rank are lost in the merge",
-        f"{PAYLOAD}/kvobs_stats.py",
-        '            self.data["spans"] += theirs.data["spans"]\n',
-        "",
+        "only the first process's spans are read",
+        f"{EXPORT}/engine.py",
+        "return [readers[ring].read() for readers in tuple(self._spans.values())]",
+        "return [readers[ring].read() for readers in tuple(self._spans.values())[:1]]",
         PRODUCT,
     ),
     JointFault(

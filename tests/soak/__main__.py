@@ -16,7 +16,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 from rich.console import Console
 
 from docs import pages
-from tests.soak import inprocess, isolated, server
+from tests.soak import inprocess, isolated, lives, server
 from tests.soak.report import Result, markdown
 
 Part = Callable[[int, int, Callable[[str], None]], Result]
@@ -24,6 +24,7 @@ Part = Callable[[int, int, Callable[[str], None]], Result]
 PARTS: dict[str, tuple[Part, int]] = {
     "inprocess": (inprocess.run, 200_000),
     "isolated": (isolated.run, 20_000),
+    "lives": (lives.run, 2_000),
     "server": (server.run, 20_000),
     "exporter": (partial(server.run, has_exporter=True), 5_000),
 }

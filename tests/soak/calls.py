@@ -20,13 +20,17 @@ from typing import Any
 from uuid import uuid4
 
 from kvobs import faults
-from kvobs.probe import black_box
+from kvobs.page import files
+from kvobs.page.description import Identity
+from kvobs.page.reader import pages
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCall, LayerCalls
 from kvobs.probe.native import choice
 from kvobs.probe.recorder import Recorder
+from kvobs.schema.signals import CALL_DURATION, SERIES, Scope, place
 from tests.engine.serving import eventually
 from tests.soak.memory import Sample, growth, sample
-from tests.support.watched import NAMES, config
+from tests.support.numbers import numbers
+from tests.support.watched import NAMES, begin, config
 
 HOOKS = ("start_load_kv", "wait_for_save", "get_finished")
 THREADS, A_ROUND, AT_MOST = 4, 20_000, 1 << 20
@@ -34,15 +38,14 @@ THREADS, A_ROUND, AT_MOST = 4, 20_000, 1 << 20
 
 
 class Calls:
-    """Makes random calls: they return, raise, are ended, call again, or ask for the counts."""
+    """Makes random calls: they return, raise, are ended, or call again."""
 
     def __init__(self, engine: str, rank: int) -> None:
-        box = black_box.begin(config(engine), NAMES, rank, (0, 1))
-        self.recorder = Recorder(len(NAMES), 100_000, NAMES, box=box)
+        self.recorder = Recorder(len(NAMES), 100_000, NAMES, page=begin(engine, rank, contained=(0, 1)))
         targets = [LayerCall(i, self.act) for i in range(len(NAMES))]
         self.made: list[Callable[..., Any]] = [LayerCalls(hook, targets, self.recorder).fan_out for hook in ARGUMENTS]
         self.made += [self.recorder.timed(child, hook, self.act) for hook in HOOKS for child in range(len(NAMES))]
-        self.acted, self.taken = [0] * THREADS, 0
+        self.acted = [0] * THREADS
         self.local = threading.local()
 
     def act(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,9 +64,12 @@ class Calls:
             with suppress(OSError, KeyboardInterrupt):
                 self.local.random.choice(self.made)("layer")
 
-    def take(self) -> None:
-        counts = self.recorder.take().counts
-        self.taken += sum(counts.get(slot, 0) for slot in self.recorder._call_slots)
+    @property
+    def counted(self) -> int:
+        """How many calls are counted in the page."""
+        counts = numbers(self.recorder).counts
+        slots = (place(child, series.first + i) for child in range(len(NAMES)) for series, i in _CALLS)
+        return sum(counts.get(slot, 0) for slot in slots)
 
     def in_threads(self, seed: int, calls: int = A_ROUND) -> None:
         threads = [threading.Thread(target=self.run, args=(n, seed * THREADS + n, calls)) for n in range(THREADS)]
@@ -71,6 +77,14 @@ class Calls:
             thread.start()
         for thread in threads:
             thread.join()
+
+
+_CALLS = [
+    (series, i)
+    for series in SERIES[Scope.CHILD]
+    if series.signal is CALL_DURATION
+    for i in range(CALL_DURATION.sum_offset)
+]
 
 
 def killed(seed: int) -> list[str]:
@@ -82,14 +96,14 @@ def killed(seed: int) -> list[str]:
             time.sleep(0.05)
             os._exit(0)
         calls.in_threads(seed, sys.maxsize)
-    pages = partial(black_box.pages, black_box.Identity.of(config(engine)).pages())
-    assert eventually(lambda: any(page.records() for _, page in pages())), "it calls nothing"
+    of_engine = partial(pages, Identity.of(config(engine)).server)
+    assert eventually(lambda: any(page.records() for _, page in of_engine())), "it calls nothing"
     time.sleep(random.Random(seed).random())
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    ((name, page),) = pages()
+    ((name, page),) = of_engine()
     now = time.perf_counter_ns()
-    (black_box.folder() / name).unlink()
+    (files.folder() / name).unlink()
     ends = ((record, record.begin_ns + record.spent_ns) for record in page.records())
     torn = [record for record, end in ends if not begun < record.begin_ns <= end < now]
     return [f"a page has {torn[:3]} of {len(page.records()):,}"] if torn else []
@@ -103,12 +117,11 @@ def main() -> int:
     calls, wrong, samples, rounds = Calls(f"soak-{uuid4()}", 1), list[str](), list[Sample](), 0
     while time.monotonic() < until and not wrong:
         calls.in_threads(rounds)
-        calls.take()
         wrong += killed(rounds)
         rounds += 1
         samples.append(sample(sum(calls.acted)))
-    if calls.taken != sum(calls.acted):
-        wrong.append(f"{calls.taken:,} calls were counted of {sum(calls.acted):,}")
+    if calls.counted != sum(calls.acted):
+        wrong.append(f"{calls.counted:,} calls were counted of {sum(calls.acted):,}")
     if lost := faults.take():
         wrong.append(f"internal errors: {lost}")
     size, objects = growth(samples)

@@ -11,6 +11,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from kvobs.schema import signals
 from tests.soak import memory
 from tests.soak.children import SILENT_AT_MOST, SoakScheduler, SoakWorker
 from tests.soak.ledger import Ledger
@@ -29,15 +30,15 @@ EVERY = 2_000
 MOODS = ("down", "hanging", "up")
 """Of the collector, in turns of as many requests."""
 
-DROPPED = ("rate", "queue", "export", "malformed")
-"""Where spans are dropped between an engine and the collector."""
+DROPPED = ("queue", "export")
+"""Where spans that were written are dropped, besides those that are missed."""
 
 RANKS = 4
 NAMES = ("one", "two", "three")
 STEP_S = 0.02
 STUCK_AFTER = 50  # steps
 STALLED_AFTER = 1_000  # steps that bring nothing to an end
-IDLE_STEPS = STUCK_AFTER + 12  # in which the last numbers reach the metrics
+IDLE_STEPS = STUCK_AFTER + 12  # in which what is stuck is noticed
 
 LOADING = Character(
     hits=0.5, asynchronous=0.75, pending=0.1, fails=0.1, offers_again=0.3, promises=0.3, promises_aborted=True,
@@ -149,7 +150,7 @@ class Soak(Traced):
             patch, connectors=engine.entries_of(life, name), names=list(NAMES), load_policy=shape.load_policy,
             stuck_after_s=STUCK_AFTER * STEP_S, level="requests" if shape.traced else "off",
         )  # fmt: skip
-        self.added = self.shipped_spans = 0
+        self.added = 0
 
     def serve(self, requests: int) -> None:
         """Serve this many random requests, and let the engine go idle."""
@@ -169,7 +170,7 @@ class Soak(Traced):
         self.drain(now + STALLED_AFTER + 10 * requests)
 
     def drain(self, last_step: int) -> None:
-        """Step until only what is silent is left, and all numbers are sent."""
+        """Step until only what is silent is left, and all that is stuck has been noticed."""
         while left := (self.rig.to_come + sorted(self.ledger.asked.keys() - self.ledger.silent.keys())):
             assert self.ledger.step < last_step, f"seed {self.seed}: {len(left)} requests never end, such as {left[:3]}"
             self.step(seconds=STEP_S)
@@ -183,19 +184,24 @@ class Soak(Traced):
     def export_spans(self) -> None:
         """Let the collector come up and take what waits for it; every span must be accounted for then."""
         self.turn_collector("up")
-        if (cutter := self.front.metrics._cutter) is not None:
+        if (cutter := self.front.shown._cutter) is not None:
+            self.front.shown.export_spans(is_last=True)
             cutter._processor.force_flush()
-            lost = (self.front.value("kvobs_spans_dropped_total", None, where=place) for place in DROPPED)
-            assert self.shipped_spans == self.exporter.taken + sum(map(int, filter(None, lost)))
+            totals = self.front.shown._totals.values()
+            lost = sum(each._own[signals.slot(signals.SPANS_DROPPED, place)] for each in totals for place in DROPPED)
+            missed = sum(each.engine.missed for each in totals)
+            assert self.written == self.exporter.taken + lost + missed
 
     def step(self, steps: int = 1, seconds: float = STEP_S) -> None:
         for _ in range(steps):
             super().step(1, seconds)
             self._deliver()
 
-    def _deliver(self) -> None:
-        self.shipped_spans += sum(len(spans) for payload in self.rig.stats for spans in payload["kvobs"]["spans"])
-        super()._deliver()
+    @property
+    def written(self) -> int:
+        """How many spans all processes have written."""
+        routers = (self.rig.connector, *self.rig.workers)
+        return sum(ring._spans for each in routers for ring in each._telemetry._recorders.page.spans)
 
     def differences(self) -> list[str]:
         """Compare the metrics with the ledger; the engine must be idle."""
@@ -218,8 +224,10 @@ class Soak(Traced):
         assert_nothing_is_left(self.rig)
         self._deliver()
         self.export_spans()
-        if (cutter := self.front.metrics._cutter) is not None:
+        if (cutter := self.front.shown._cutter) is not None:
+            assert self.written, "nothing was traced"
             cutter.close()
+        self.front.shown.close()
         for connector in (self.rig.connector, *self.rig.workers):
             connector.shutdown()
 

@@ -171,7 +171,7 @@ def _compare(client: Client, server: Server, result: Result) -> None:
         wrong.append(f"{faults:.0f} faults of kvobs's own")
     for order, n in client.made.items():
         result.faults.update(dict.fromkeys(order.faults, n))
-    for place in ("rate", "queue", "export"):
+    for place in ("rate", "missed", "queue", "export"):
         result.faults[f"spans lost: {place}"] = int(serving.total(server, "kvobs_spans_dropped_total", where=place))
     result.wrong += wrong
 

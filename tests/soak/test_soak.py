@@ -9,9 +9,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvobs.page import files
 from kvobs.state.ledger import Ledger as KvobsLedger
 from kvobs.telemetry.transfers.outcomes import Outcomes
-from tests.soak import inprocess, isolated
+from tests.soak import inprocess, isolated, lives
 from tests.soak.__main__ import is_whole
 from tests.soak.inprocess import SHAPES
 from tests.soak.ledger import Ledger
@@ -53,6 +54,20 @@ def test_hundreds_of_requests_with_children_that_fail_in_every_hook() -> None:
     assert result.requests >= 480
     assert result.faults["quarantines"] > 20
     assert max(growth(samples)[1] for samples in result.memory.values()) < result.budget_objects
+
+
+@pytest.mark.usefixtures("quiet")
+def test_lives_of_engines_leave_no_page_thread_or_descriptor() -> None:
+    result = lives.run(40, seed=5, show=lambda _: None)
+    assert result.wrong == []
+    assert result.faults["killed"] > 2
+    assert result.ends["shut down"] > 8
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_page_that_is_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "clean", lambda *_, **__: None)
+    assert [wrong for wrong in lives.run(16, seed=5, show=lambda _: None).wrong if wrong.endswith(".page is left")]
 
 
 @pytest.mark.usefixtures("quiet")

@@ -47,10 +47,7 @@ WITHOUT_DATA: dict[str, str] = {
 """Metrics that such a run can't have, and why."""
 
 EMPTY: dict[str, str] = {
-    **{
-        f"kvobs-connector: {panel} (A)": BY_THE_API_SERVER
-        for panel in ("Engines", "Time since the engine's last numbers", "Spans queued")
-    },
+    **{f"kvobs-connector: {panel} (A)": BY_THE_API_SERVER for panel in ("Engines", "Spans queued")},
     "kvobs-connector: Engines (B)": NO_HANG,
     "kvobs-connector: Call in progress: age (A)": NO_HANG,
     "kvobs-overview: Hangs (A)": NO_HANG,

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 
 from kvobs.schema.signals import CALL_ERRORS
-from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.testing import Script
+from tests.support.numbers import numbers
 from tests.support.observed import KV, SYNC, Clocked, S
 from tests.support.rig import child_config
 
 __all__ = ["KV", "SYNC", "Isolating", "S", "named"]
 
+OF_BEST = CALL_ERRORS.name, 0
 FAILURE = ConnectionError("store is gone")
 PER_REQUEST = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished")
 OF_SCHEDULER = (*PER_REQUEST, "build_connector_meta", "update_connector_output", "take_events")
@@ -61,11 +62,8 @@ class Isolating(Clocked):
 
     def failures(self) -> int:
         """Return how many failed calls and answers of the isolated connector have been counted, on all ranks."""
-        kept = [each._telemetry._recorders.recorder._opened for each in (self.rig.connector, *self.rig.workers)]
-        sent = [KvobsStats(data=payload["kvobs"]).increments().opened for payload in self.rig.stats]
-        counted = [(key[:2], n) for each in kept for key, n in each.items()]
-        counted += [((row[0], row[1]), row[-1]) for rows in sent for row in rows]
-        return sum(n for (name, child), n in counted if (name, child) == (CALL_ERRORS.name, 0))
+        pages = [each._telemetry._recorders.page for each in (self.rig.connector, *self.rig.workers)]
+        return sum(n for page in pages for name, child, *_, n in numbers(page).opened if (name, child) == OF_BEST)
 
     @property
     def epoch(self) -> int:

@@ -7,17 +7,20 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 
+from kvobs.page.writer import PageWriter, describe, plain
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema.spans import ATTRIBUTES, SPANS, Reason, Record
 from kvobs.state.transfers import LookupResult, Offer
 from kvobs.telemetry.tracing.journal import Journal
 from kvobs.telemetry.tracing.sampling import TracingSettings, Verdicts
 from kvobs.telemetry.tracing.trace_context import TraceContext
+from tests.support.numbers import spans
 
 SAMPLED = TraceContext("a" * 31 + "1", "b" * 15 + "1", True)
 UNSAMPLED = TraceContext("c" * 31 + "1", "d" * 15 + "1", False)
 
 TRACING = TracingSettings(
+    is_on=True,
     has_calls=False,
     propagates=False,
     slow_load_ns=1_000_000_000,
@@ -116,7 +119,12 @@ def record(name: str = "kv.load", **changes: Any) -> Record:
 
 def written(journal: Journal) -> list[Record]:
     """Return the records that were written since the last call."""
-    return [one for group in journal.take()[0] for one in group]
+    return [one for group in spans(journal._page) for one in group]
+
+
+def journal() -> Journal:
+    """Return a journal in a page that no other process sees."""
+    return Journal(PageWriter(describe(plain(("one", "two")), None)))
 
 
 def lookup(*offers: tuple[int, int], local: int = 0, **more: Any) -> LookupResult:

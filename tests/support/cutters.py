@@ -1,4 +1,4 @@
-"""What makes spans of records, with a clock and a memory of its own."""
+"""What makes spans of records, in memory."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -14,13 +14,12 @@ MODEL = {"gen_ai.request.model": "tiny"}
 
 
 class Cutter:
-    """A cutter, where its spans go, what it said was lost, and its clock."""
+    """A cutter, where its spans go, and what it reported as lost."""
 
     def __init__(self, exporter: SpanExporter | None = None) -> None:
         self.memory = InMemorySpanExporter()
         self.lost: dict[str, int] = {}
-        self.now = 100.0
-        self.cutter = SpanCutter(exporter or self.memory, MODEL, self._drop, lambda: self.now)
+        self.cutter = SpanCutter(exporter or self.memory, MODEL, self._drop)
 
     def _drop(self, where: str, n: int) -> None:
         self.lost[where] = self.lost.get(where, 0) + n
@@ -29,11 +28,10 @@ class Cutter:
         return len(self.cutter.cut(groups, engine))
 
     def again(self) -> None:
-        """Forget what was, and give the rate time to recover."""
+        """Forget what was."""
         self.send()
         self.memory.clear()
         self.lost.clear()
-        self.now += 3600
 
     def send(self) -> None:
         self.cutter._processor.force_flush()

@@ -11,8 +11,9 @@ import time
 from collections import Counter as Counts
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,13 +26,18 @@ from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 from kvobs import faults
 from kvobs.connectors.specs import STATED_BYTES
 from kvobs.log import forget, log
+from kvobs.page import writer
+from kvobs.page.writer import PageWriter
+from kvobs.probe.native import choice
 from kvobs.probe.pauses import OF_PROCESS
 from kvobs.probe.recorder import NEVER, Recorder
 from kvobs.schema.signals import TIMED
+from kvobs.telemetry.tracing.journal import RESERVED
 from kvobs.testing import BLOCK, Script
 from tests.support.cached import LAYER, Cached
+from tests.support.contained import contain
 from tests.support.front import Front
-from tests.support.observed import KV, STEP_S, SYNC, S
+from tests.support.observed import KV, SUFFIX, SYNC, S
 from tests.support.rig import child_config, forget_unused
 from tests.support.scripted import Stats
 from tests.support.traced import SAMPLED, Traced
@@ -39,11 +45,16 @@ from tests.support.traced import SAMPLED, Traced
 NAMES = ["cpu", "absent", "flaky", "near", "far"]
 REMOTE: dict[str, Any] = {"do_remote_prefill": True, "remote_host": "10.0.3.17", "remote_port": 5600}
 PROMPT = 4 * BLOCK + 1
+OF_SCRIPTS = {"request_finished": "request_finished_all_groups"}
+"""The hook that is called, where a script notes another name."""
 
 
 @dataclass
 class Life:
-    """What is read of it: of /metrics when a load has been open for long, ``during`` a call, and at its end."""
+    """What is read of it: of /metrics when a load has been open for long, ``during`` a call, and at its end.
+
+    ``calls`` are those that the connectors have noted when the load has been open for long.
+    """
 
     late: str = ""
     during: str = ""
@@ -61,7 +72,8 @@ def life(folder: Path) -> Iterator[Life]:
         # A connector's name stands for its class: a store's options have its size.
         patch.setitem(STATED_BYTES, "ScriptedConnector", {"bytes": False})
         patch.setattr("kvobs.export.engine_watch.SHOWN_NS", 0)
-        patch.setattr(faults, "is_under_pytest", lambda: False)
+        contain(patch)
+        patch.setenv("VLLM_LOG_STATS_INTERVAL", "1e9")  # on a busy machine it lasts long
         patch.setattr("kvobs.telemetry.requests.request_log.CLOSING_S", 60.0)
         slow = dict.fromkeys(TIMED, NEVER) | {"reset_cache": 1}
         patch.setattr(Recorder, "slow_ns", property(lambda _: slow, lambda *_: None), raising=False)
@@ -78,10 +90,8 @@ def life(folder: Path) -> Iterator[Life]:
             yield found
         finally:
             gc.enable()
-            metrics = lived.engine.front.metrics
-            metrics._forget_last_engine()
-            for totals in metrics._totals.values():
-                totals._watch = None  # whose thread ends with it
+            lived.other.leave()
+            lived.engine.front.metrics._forget_last_engine()
 
 
 @contextmanager
@@ -99,13 +109,20 @@ def _listening() -> Iterator[list[str]]:
         log.setLevel(before)
 
 
-class _Reporting(Traced):
-    """Each step's payload reaches the API server at once, as ages need it."""
+def _front(*connectors: Any, **more: Any) -> Front:
+    """Return the API server's side with what it shows itself, in the registry of all."""
+    front = Front(*connectors, types={kind: kind for kind in (Counter, Gauge, Histogram)}, **more)
+    front.shown._is_over.set()
+    return front
 
-    def step(self, steps: int = 1, seconds: float = STEP_S) -> None:
-        for _ in range(steps):
-            super().step(1, seconds)
-            self._deliver()
+
+def _begin_other(engine: Traced) -> PageWriter:
+    """Begin the page of the group's first engine, which has nothing to do."""
+    config = engine.rig.scheduler.vllm_config
+    transfer = SimpleNamespace(engine_id=config.kv_transfer_config.engine_id.removesuffix(SUFFIX))
+    of_first: Any = SimpleNamespace(kv_transfer_config=transfer, instance_id=config.instance_id)
+    info = engine.rig.connector._telemetry._recorders.page.process.engine
+    return writer.begin(of_first, writer.describe(replace(info, index=0), None, is_native=choice().is_native))
 
 
 class _Living:
@@ -121,9 +138,8 @@ class _Living:
         connectors[0]["kv_connector_extra_config"] = {"tag": "cpu", "bytes": 1_024_000}
         connectors[-1]["kv_role"] = "kv_consumer"
         patch.setattr(Traced, "make_rig", Cached)
-        kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
-        patch.setattr("tests.support.observed.Front", lambda *of, **more: Front(*of, types=kinds, **more))
-        self.engine = _Reporting(
+        patch.setattr("tests.support.observed.Front", _front)
+        self.engine = Traced(
             patch,
             *self.scripts.values(),
             connectors=connectors,
@@ -138,10 +154,12 @@ class _Living:
             verify={"share": 1.0},
         )
         self.engine.token_s = 0.005
+        self.other = _begin_other(self.engine)
         self.engine.rig.fill["wrong", 1] = {0: 0.0}
 
     def text(self) -> str:
         self.engine._deliver()
+        self.engine.front.export_spans()
         lines = generate_latest(REGISTRY).decode().splitlines(keepends=True)
         return "".join(line for line in lines if re.match(r"(# (HELP|TYPE) )?(kvobs|scripted)_", line))
 
@@ -231,9 +249,12 @@ class _Living:
         while OF_PROCESS.collects not in gc.callbacks:
             time.sleep(0.01)
         gc.collect()
+        engine.rig.connector._telemetry._recorders.page.catch_up()  # before an earlier test's engine takes it
         self.request("garbled", trace_headers={"traceparent": "garbage"}, max_tokens=1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvobs.telemetry.tracing.journal.AT_MOST", 1)
+            journal = engine.rig.connector._telemetry._recorders.traces._journal
+            patch.setattr(journal, "_room", RESERVED + 1.0)  # for one span
+            patch.setattr(journal, "_clock", lambda: journal._since)
             self.request("another", 0, trace_headers=SAMPLED, max_tokens=1)
             self.request("untraced", trace_headers=SAMPLED, max_tokens=1)
         # A fault of kvobs, and a line of the request log that is one too many.
@@ -259,9 +280,9 @@ class _Living:
         far.on_call = None
         engine.now_ns += 20 * S
         self.late = self.text()
-        hooks = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "wait_for_layer_load")
         self.calls = {
-            name: Counts(hook for hook, _ in script.calls if hook in hooks) for name, script in self.scripts.items()
+            name: Counts(OF_SCRIPTS.get(hook, hook) for hook, _ in script.calls)
+            for name, script in self.scripts.items()
         }
         cpu.raises["build_connector_meta"] = RuntimeError("the disk is gone")
         try:

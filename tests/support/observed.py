@@ -12,8 +12,7 @@ import pytest
 
 from kvobs import routing, telemetry
 from kvobs.export import totals
-from kvobs.telemetry import sides, transfers
-from kvobs.telemetry.payload import wire
+from kvobs.telemetry import scheduler_telemetry, transfers
 from kvobs.telemetry.transfers import gains, open_transfers
 from kvobs.testing import BLOCK, Rig, Script, engine_config
 from tests.support.front import Front
@@ -54,8 +53,8 @@ class Clocked:
             if hasattr(module, "wall_ns"):
                 patch.setattr(module, "wall_ns", lambda: self.now_ns)
         patch.setattr(open_transfers, "WALL_OFFSET", 0)
-        patch.setattr(sides, "EVERY_NS", STEP_S * S)  # each step flushes
-        for each in (gains, sides, totals, wire):
+        patch.setattr(scheduler_telemetry, "EVERY_NS", 0)  # each step looks
+        for each in (gains, scheduler_telemetry, totals):
             patch.setattr(each, "perf_counter_ns", lambda: self.now_ns)
         patch.setattr("kvobs.testing.rig.engine_config", of_group)
         self.rig = self.make_rig("kvobs", connectors=connectors, kvobs=kvobs, **more)
@@ -92,6 +91,7 @@ class Observed(Clocked):
         transfer = self.rig.scheduler.vllm_config.kv_transfer_config
         of_all = transfer.engine_id.removesuffix(SUFFIX)
         self.front = Front(*connectors, engines=ENGINES, engine_id=of_all, **kvobs)
+        self.front.shown._is_over.set()  # the test looks itself, and not a thread
         work = self.rig._work
 
         def late(worker: Any, *args: Any) -> Any:
@@ -120,7 +120,9 @@ class Observed(Clocked):
         }
 
     def _deliver(self) -> None:
-        """Hand the payloads to the API server's side, packed as vLLM packs them."""
+        """Hand the connectors' stats to the API server's side, packed as vLLM packs them."""
+        for router in (self.rig.connector, *self.rig.workers):
+            router._telemetry._recorders.page.catch_up()  # as its thread does once a second
         stats, self.rig.stats = self.rig.stats, []
         for payload in stats:
             self.front.metrics.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(payload)), ENGINE)

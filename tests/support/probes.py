@@ -10,6 +10,7 @@ import pytest
 from kvobs.probe import compiled, native
 from kvobs.probe.pure import Probe, PureProbe
 from kvobs.probe.recorder import Recorder
+from tests.support.numbers import numbers
 
 Kind = Callable[..., Probe]
 PROBES: dict[str, Kind] = {"python": PureProbe, "c": compiled.Probe}
@@ -23,6 +24,5 @@ def recorder_of(kind: Kind, *args: Any, clock: Callable[[], int] = perf_counter_
 
 
 def counts(recorder: Recorder) -> dict[int, int]:
-    """Return what a recorder has counted since its numbers were taken, by slot."""
-    words, taken = recorder.words[recorder.box.counts : recorder.box.ring], memoryview(recorder._taken).cast("q")
-    return {slot: n - m for slot, (n, m) in enumerate(zip(words, taken, strict=True)) if n != m}
+    """Return what a recorder has counted, by slot."""
+    return numbers(recorder).counts

@@ -37,7 +37,10 @@ def answers(
     """Return an expression's values by child, or another label, for series written without host labels."""
     filled = re.sub(r"\$(job|instance|model_name|engine|connector|role)\b", ".+", expr)
     filled = filled.replace("$__rate_interval", "4m").replace("$cluster", ".*")
-    whole = {name if "job=" in name else name.replace("}", HOST + "}"): values for name, values in series.items()}
+    whole = {
+        name if "job=" in name else name.replace("}", HOST + "}").replace("{,", "{"): values
+        for name, values in series.items()
+    }
     made = [{"series": name, "values": values} for name, values in whole.items()]
     file = tmp_path / "test.yml"
     # An expectation that nothing meets: promtool then prints what there is.

@@ -4,9 +4,9 @@ from typing import Any, TypeVar
 
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.requests.request_reports import Reports
 from kvobs.telemetry.tracing.request_traces import Traces
+from kvobs.telemetry.tracing.urgent_loads import UrgentLoads
 from kvobs.telemetry.transfers.gains import Gains
 from kvobs.testing import Rig, Script, entry_of
 from tests.support.probes import counts
@@ -43,14 +43,13 @@ def observer_of(rig: Rig, kind: type[T]) -> T | None:
 
 
 def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
-    """Return what has been counted so far: what was shipped, and what the scheduler's side will ship."""
-    place = _place(child, metric, *labels)
-    shipped = sum(KvobsStats(data=payload["kvobs"]).increments().counts.get(place, 0) for payload in rig.stats)
-    return shipped + counts_of(rig.connector._telemetry._recorders.recorder, child, metric, *labels)
+    """Return what all processes have counted."""
+    routers = (rig.connector, *rig.workers)
+    return sum(counts_of(router._telemetry._recorders.recorder, child, metric, *labels) for router in routers)
 
 
 def counts_of(recorder: Recorder, child: int, metric: str, *labels: str) -> int:
-    """Return what a recorder has counted since its numbers were taken."""
+    """Return what a recorder has counted."""
     return counts(recorder).get(_place(child, metric, *labels), 0)
 
 
@@ -83,6 +82,7 @@ def assert_nothing_is_left(rig: Rig) -> None:
     assert not any(visibility or visibility._over for visibility in side.audience._visibility)
     assert all(asked == {} for asked in side.audience.isolation._asked.values())
     assert not observer_of(rig, Traces)
+    assert not observer_of(rig, UrgentLoads)
     assert not observer_of(rig, Reports)
     assert not observer_of(rig, Gains)
     assert [worker._side._loads for worker in rig.workers] == [{}] * len(rig.workers)

@@ -5,29 +5,40 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
+from weakref import finalize
 
 from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from kvobs.cli.scrapes import Scrape, parse, parse_vllm
+from kvobs.export.engine import Engine
 from kvobs.export.http_server import Server
 from kvobs.export.totals import Exposition, Totals
-from kvobs.probe.increments import Increments
+from kvobs.page import writer
+from kvobs.page.description import ConnectorInfo, EngineInfo, Identity
 from kvobs.probe.recorder import Recorder
-from kvobs.schema.signals import ENGINE_UP, Signal, place, slot
-from kvobs.telemetry.payload.wire import ConnectorInfo, EngineInfo
+from kvobs.schema import __version__
+from kvobs.schema.signals import ENGINE_UP, LOCAL_CACHE_TOKENS, OPEN_COUNTERS, Signal, slot
 from kvobs.testing.rig import base_config
-from tests.support.front import Front, metered, own
+from tests.support import watched
+from tests.support.front import Front, metered
+
+CACHE_TOKENS = 5000
 
 
 class Engines:
-    """An API server's metrics, and the engines that report to it what their children do."""
+    """An API server's metrics, and the engines whose pages it reads."""
 
     def __init__(self, *names: str, engines: int = 1) -> None:
         self.names = names
         self.front = Front(*(metered(name) for name in names), engines=engines, names=list(names))
+        self.recorders = [_recorder(self.front.config, names, i) for i in range(engines)]
+        for recorder in self.recorders:
+            finalize(self.front, recorder.page.leave)
 
     def send(
         self,
@@ -36,14 +47,8 @@ class Engines:
         opened: list[list[Any]] | None = None,
         engine: int = 0,
     ) -> None:
-        """Apply what one engine recorded; gauges are (child, signal, values...) -> value."""
-        recorder = Recorder(len(self.names))
-        record(recorder)
-        taken = recorder.take()
-        at = {place(child, slot(signal, *values)): value for (child, signal, *values), value in (gauges or {}).items()}
-        self.front.metrics.observe(
-            {"kvobs": own(taken.counts, dict.fromkeys(self.names, "m:C"), at, [*taken.opened, *(opened or [])])}, engine
-        )
+        """Let one engine record; gauges are (child, signal, values...) -> value, ``opened`` rows of open series."""
+        _record(self.recorders[engine], record, gauges or {}, opened or [])
 
     @property
     def text(self) -> str:
@@ -140,16 +145,44 @@ def exporting(
     has_core: bool = True,
 ) -> Iterator[str]:
     """Serve what one engine recorded as its exporter does, or that of another host; return the address."""
-    recorder = Recorder(len(names))
-    record(recorder)
-    at = {place(child, slot(signal, *values)): value for (child, signal, *values), value in gauges.items()}
-    connectors = tuple(ConnectorInfo(name, "C", "kv_both") for name in names if has_core)
-    totals = Totals(EngineInfo(1, 1, "tiny", 0, connectors, "first", "fail", "0.32.0", host="127.0.0.1", port=None))
-    taken = recorder.take()
-    totals.add(Increments(taken.counts, [*taken.opened, *opened], at))
-    totals.set_exporter_gauge(ENGINE_UP, 1)
-    with closing(Server("127.0.0.1", 0, Exposition(totals, lambda: None).text, lambda: (True, {}))) as server:
+    config = watched.config(f"engine-{uuid4()}")
+    recorder = _recorder(config, names, 0, None if has_core else 0)
+    _record(recorder, record, gauges, opened)
+    totals = Totals(Engine(Identity.of(config).server))
+    totals.set_gauge(ENGINE_UP, 1)
+    exposition = Exposition(lambda: [totals], lambda: None)
+    with closing(Server("127.0.0.1", 0, exposition.text, lambda: (True, {}))) as server:
         yield f"127.0.0.1:{server.port}"
+    recorder.page.leave()
+
+
+def _recorder(config: Any, names: Sequence[str], index: int, rank: int | None = None) -> Recorder:
+    """Return what records in the page of an engine's process."""
+    transfer = config.kv_transfer_config
+    of_engine = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id=transfer.engine_id + (f"_dp{index}" if index else "")),
+        instance_id=config.instance_id,
+    )
+    connectors = tuple(ConnectorInfo(name, "MeteredConnector", "kv_both") for name in names)
+    info = EngineInfo(connectors, "tiny", index, "first", "recompute", "0.32.0", __version__)
+    page = writer.begin(of_engine, writer.describe(info, rank))
+    recorder = Recorder(len(names), names=tuple(names), page=page)
+    if rank is None:
+        recorder.set_gauge(None, slot(LOCAL_CACHE_TOKENS), CACHE_TOKENS)
+    return recorder
+
+
+def _record(
+    recorder: Recorder,
+    record: Callable[[Recorder], None],
+    gauges: dict[tuple[Any, ...], int],
+    opened: list[list[Any]],
+) -> None:
+    record(recorder)
+    for (child, signal, *values), value in gauges.items():
+        recorder.set_gauge(child, slot(signal, *values), value)
+    for name, child, *values, n in opened:
+        recorder.count_open(child, next(signal for signal in OPEN_COUNTERS if signal.name == name), *values, n=n)
 
 
 @contextmanager

@@ -30,8 +30,7 @@ class Traced(Observed):
     def spans(self, name: str = "") -> list[ReadableSpan]:
         """Return the spans whose names begin so, in the order of their start."""
         self._deliver()
-        cutter: Any = self.front.metrics._cutter
-        cutter._processor.force_flush()
+        self.front.export_spans()
         found = [span for span in self.exporter.get_finished_spans() if span.name.startswith(name)]
         return sorted(found, key=lambda span: span.start_time or 0)
 

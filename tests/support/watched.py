@@ -1,13 +1,14 @@
-"""A process that has a black box, and whose connector 'remote' hangs, raises, or ends it in a call."""
+"""A process that has a page, and whose connector 'remote' hangs, raises, or ends it in a call."""
 
 import ctypes
+import dataclasses
 import gc
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,13 @@ from weakref import WeakKeyDictionary
 
 from kvobs.connectors.child import Child
 from kvobs.log import log as log_
-from kvobs.probe import black_box, native, ring
-from kvobs.probe.black_box import BlackBox
+from kvobs.page import writer
+from kvobs.page.calls import pack
+from kvobs.page.layout import SINCE
+from kvobs.page.writer import PageWriter
+from kvobs.probe import native
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCalls
+from kvobs.probe.pauses import OF_PROCESS
 from kvobs.probe.pure import Probe
 from kvobs.probe.recorder import SUM, Recorder
 
@@ -31,16 +36,26 @@ def config(engine: str) -> Any:
     return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine), instance_id="one", model_config=model)
 
 
-WRITERS: WeakKeyDictionary[BlackBox, Probe] = WeakKeyDictionary()
+def begin(
+    engine: str, rank: int | None, names: Sequence[str] = NAMES, contained: Collection[int] = (), **info: Any
+) -> PageWriter:
+    """Begin the page of a process, whose engine has these connectors; ``info`` is what else describes the engine."""
+    described = dataclasses.replace(writer.plain(names), **info)
+    page = writer.begin(config(engine), writer.describe(described, rank), contained)
+    writer.look_from_thread(page, OF_PROCESS.watch)
+    return page
+
+
+WRITERS: WeakKeyDictionary[PageWriter, Probe] = WeakKeyDictionary()
 
 
 def note(
-    box: BlackBox, child: int, hook: str, begin_ns: int, spent_ns: int, *, calls: int = 1, raised: bool = False
+    box: PageWriter, child: int, hook: str, begin_ns: int, spent_ns: int, *, calls: int = 1, raised: bool = False
 ) -> None:
     """Write the record of a call, or of so many calls."""
     marks = box.marks(child, hook)
-    probe = WRITERS.setdefault(box, native.probe(box.words, box.ring, bytes(65), SUM))
-    probe.note(begin_ns, spent_ns, ring.pack(marks, calls, has_raised=raised))
+    probe = WRITERS.setdefault(box, native.probe(box.words, box.layout.ring, bytes(65), SUM))
+    probe.note(begin_ns, spent_ns, pack(marks, calls, has_raised=raised))
     ended = box.fan_outs(hook) + 1 if hook in ARGUMENTS else marks + 1
     box.words[marks] = box.words[ended] = begin_ns
 
@@ -121,9 +136,9 @@ def process(engine: str, rank: int | None, fault: str, hook: str = "start_load_k
 
 
 def _call(engine: str, rank: int | None, fault: str, hook: str, begins: Callable[[], object]) -> None:
-    box = black_box.begin(config(engine), NAMES, rank, ())
-    recorder = Recorder(len(NAMES), names=NAMES, box=box)
-    box.words[black_box.SINCE] = time.perf_counter_ns()
+    box = begin(engine, rank)
+    recorder = Recorder(len(NAMES), names=NAMES, page=box)
+    box.words[SINCE] = time.perf_counter_ns()
 
     def call(*_: Any) -> None:
         FAULTS[fault]()
@@ -143,7 +158,7 @@ def _call(engine: str, rank: int | None, fault: str, hook: str, begins: Callable
         with suppress(RuntimeError):
             recorded(*arguments)
         recorded, arguments, fault = recorder.timed(0, "wait_for_save", well), (), "stays after it"
-        box.words[black_box.SINCE] = time.perf_counter_ns()  # in its next step
+        box.words[SINCE] = time.perf_counter_ns()  # in its next step
     begins()
     try:
         recorded(*arguments)

@@ -14,11 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as stoc
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 import kvobs
-from kvobs.export import destinations, feed
-from kvobs.probe.black_box import BlackBox
+from kvobs.export import destinations, starter
+from kvobs.page.writer import PageWriter
 from kvobs.schema.signals import TIMED
 from kvobs.telemetry.requests.request_log import RequestLog
-from kvobs.telemetry.sides import Collector
+from kvobs.telemetry.transfers.gains import Gains
 from kvobs.testing import Rig, Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Side
@@ -41,7 +41,8 @@ def test_the_name_and_the_base_class_are_those_that_vllm_checks() -> None:
 
 @pytest.mark.parametrize(
     ("exporter", "endpoint", "told"),
-    [("auto", None, "metrics go to /metrics of vLLM's API server; tracing is off"),
+    [("auto", None, "metrics go to /metrics of vLLM's API server, or to kvobs's exporter where it shows none; "
+      "tracing is off"),
      ({"port": 9470}, "http://c:4317", "metrics go to http://127.0.0.1:9470/metrics, from kvobs's exporter; "
       "spans go to http://c:4317, from kvobs's exporter")],
 )  # fmt: skip
@@ -49,7 +50,7 @@ def test_the_start_shows_connectors_and_where_metrics_are(
     exporter: Any, endpoint: str | None, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     no_otel_variables(monkeypatch)
-    monkeypatch.setattr(feed, "Feed", lambda engine: None)  # no process
+    monkeypatch.setattr(starter, "start", lambda *_: None)  # no process
     if endpoint:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint)
     kvobs = {"names": ["one", "two"], "load_policy": "longest", "exporter": exporter}
@@ -62,7 +63,7 @@ def test_a_place_of_metrics_that_is_not_found_ends_no_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    monkeypatch.setattr(destinations, "metrics_go_to", lambda *given: 1 / 0)
+    monkeypatch.setattr(destinations, "metrics_go_to", lambda *_: 1 / 0)
     Rig("kvobs", Script("a"))
     (line,) = [r.getMessage() for r in caplog.records if "routes to" in r.getMessage()]
     assert line.endswith("ScriptedConnector (ScriptedConnector); load_policy first")
@@ -174,11 +175,14 @@ ENDS += [(error, False) for error in (RuntimeError, PanicException, CancelledErr
 def test_recording_ends_after_the_connectors(
     error: type[BaseException] | None, is_well: bool, a: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM calls the hook after SIGTERM, and while an error ends the engine; the next start needs the page then."""
+    """vLLM calls the hook after SIGTERM, and while an error ends the engine; the next start needs the page then.
+
+    A page that is closed says that all went well: the numbers before that are complete.
+    """
     ended: list[Any] = []
     rig = Rig("kvobs", a, kvobs={"request_log": str(tmp_path / "log")})
-    monkeypatch.setattr(rig.connector._telemetry, "_feed", SimpleNamespace(close=lambda **how: ended.append(how)))
-    for cls, name in ((RequestLog, "close"), (Collector, "feed"), (BlackBox, "close")):
+    monkeypatch.setattr(rig.connector._telemetry, "_starter", SimpleNamespace(close=lambda: ended.append("starter")))
+    for cls, name in ((RequestLog, "close"), (Gains, "look"), (PageWriter, "close")):
         monkeypatch.setattr(cls, name, lambda *_, cls=cls: ended.append(cls))
     a.raises = {"shutdown": TimeoutError()}
 
@@ -192,7 +196,7 @@ def test_recording_ends_after_the_connectors(
     with pytest.raises(TimeoutError):
         end()
     assert a.called("shutdown")
-    assert ended == [RequestLog, Collector, {"is_well": is_well}, *([BlackBox] if is_well else [])]
+    assert ended == [RequestLog, "starter", *([Gains, PageWriter] if is_well else [])]
 
 
 @pytest.mark.parametrize("stuck", [RuntimeError("stuck"), PanicException("stuck"), None], ids=repr)

@@ -1,6 +1,6 @@
 """The outputs that pages show are printed by the code: headings, rows and words; numbers and widths may differ."""
 
-import ast
+import dataclasses
 import os
 import re
 import subprocess
@@ -17,15 +17,16 @@ from kvobs.cli import app
 from kvobs.cli.top.screen import Picture
 from kvobs.demo import report, tree
 from kvobs.demo.collector import ReceivedSpan
-from kvobs.probe import black_box, ring
-from kvobs.probe.increments import Increments
+from kvobs.export.summary import summarize
+from kvobs.page import files, layout, writer
+from kvobs.page.layout import SPAN_BYTES
 from kvobs.schema import __version__, signals
-from kvobs.telemetry.payload.kvobs_stats import summarize
+from kvobs.telemetry.tracing.journal import PER_SECOND, RESERVED
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.promtool import answers
 from tests.support.top_engines import exporting
 from tests.support.top_rows import SERVER
-from tests.support.watched import config, note
+from tests.support.watched import begin, note
 
 
 def printed(part: RenderableType, width: int = 80) -> list[str]:
@@ -135,7 +136,8 @@ NS = {"ms": 10**6, "us": 10**3}
 
 
 def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(black_box, "folder", lambda: tmp_path / "pages")
+    monkeypatch.setattr(files, "folder", lambda: tmp_path / "pages")
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
     shown, names, now = sample("docs/timeline.md", "rank 1, pid"), ["cpu", "steered"], time.perf_counter_ns()
     rows = [line.split() for line in shown if line.startswith(("  cpu ", "  steered "))]
     others = [
@@ -144,17 +146,29 @@ def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pyte
     ]
     pid = os.fork()
     if not pid:  # a process that dies in a call
-        box = black_box.begin(config("e"), names, 1, ())
+        box = begin("e", 1, names)
         for connector, hook, calls, total, unit, slowest, unit_of_slowest, _ in [*rows, *others]:
             most, n = float(slowest) * NS[unit_of_slowest], int(calls)
             for ns in [most, *[(float(total) * NS[unit] - most) / max(1, n - 1)] * (n - 1)]:
                 note(box, names.index(connector), hook, now - 40 * 10**9, round(ns))
-        box.words[box.marks(1, "wait_for_save")], box.words[black_box.LOOKED] = now - 34 * 10**9, now
+        box.words[box.marks(1, "wait_for_save")], box.words[layout.LOOKED] = now - 34 * 10**9, now
         os._exit(0)
     os.waitpid(pid, 0)
     assert len(rows) == 8
-    assert f"A page has {ring.RECORDS:,} calls" in TEXTS["docs/timeline.md"]
     assert not_printed(shown, kvobs("timeline")) == []
+
+
+def test_sizes_of_a_page_and_limits_of_spans_are_those_of_the_code() -> None:
+    (power,) = re.findall(r"^CALLS = 1 << (\d+)$", Path(layout.__file__).read_text(), re.MULTILINE)  # tests have less
+    calls = 1 << int(power)
+    assert f"A page has {calls:,} calls" in TEXTS["docs/timeline.md"]
+    process = dataclasses.replace(writer.describe(writer.plain(["cpu", "nixl"]), 0), calls=calls)
+    mib = f"{writer.size_of(process) / 2**20:.1f} MiB"
+    for page in ("exporter", "timeline", "sizing", "security", "performance"):
+        assert mib in TEXTS[f"docs/{page}.md"], page
+    (limits,) = (part for part in paragraphs(TEXTS["docs/tracing.md"]) if part.startswith("- **Limits.**"))
+    sizes = [size // 1024 for size in SPAN_BYTES]
+    assert numbers(limits) == [*sizes, PER_SECOND, RESERVED, PER_SECOND]
 
 
 AUTOSCALER, HOOK = (
@@ -170,8 +184,8 @@ kvobs_in_flight{connector="cpu",kind="save"} 0.0
 def test_queries_of_the_autoscaler_have_one_number_of_all_engines(tmp_path: Path) -> None:
     found = {trigger["name"]: trigger["metadata"]["query"] for trigger in AUTOSCALER["spec"]["triggers"]}
     kinds = {"unread": 'kvobs_held_tokens{kind="save"', "loaded-not-running": 'kvobs_in_flight{kind="resume"'}
-    for name, begin in kinds.items():
-        of = [f'{begin},namespace="{space}",job="j",instance="{i}"}}' for space in ("llm", "other") for i in "ab"]
+    for name, metric in kinds.items():
+        of = [f'{metric},namespace="{space}",job="j",instance="{i}"}}' for space in ("llm", "other") for i in "ab"]
         series = {key: f"{10**n}+0x20" for n, key in enumerate(of)}
         assert answers(tmp_path, series, found[name]) == {"": 11}
 
@@ -190,8 +204,9 @@ def test_an_engine_whose_saves_are_read_may_go_at_once(saves: str, seconds: int,
 
 
 def test_the_summary_in_vllms_log_has_its_keys_in_their_order() -> None:
-    text = " ".join(sample("docs/metrics.md", "KV Transfer metrics"))
-    (known,) = summarize(["cpu"], Increments(dict.fromkeys(range(signals.place(1, 0)), 10**9), [], {})).values()
-    for shown in re.findall(r"=({.*?})", text):
-        keys = list(ast.literal_eval(shown))
+    lines = " ".join(sample("docs/metrics.md", "engine 000, connector cpu")).split("engine 000, ")[1:]
+    (known,) = summarize(["cpu"], [10**9] * signals.place(1, 0), {}).values()
+    assert len(lines) == 2
+    for line in lines:
+        keys = re.findall(r"(\w+)=", line)
         assert keys == [key for key in known if key in keys]

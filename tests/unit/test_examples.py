@@ -18,6 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from kvobs.cli import app, dashboards
+from kvobs.cli.commands import load
 from kvobs.export.http_server import LESS_OPEN
 from tests.support import charts
 
@@ -138,6 +139,23 @@ def test_all_pods_of_one_engine_are_scraped_and_configured_alike(role: str) -> N
     ports = {port["name"]: port["containerPort"] for port in engine["ports"]}
     assert ports == {"kvobs": EXPORTER} | ({"http": 8000} if role == "leader" else {})
     assert {"name": "KVOBS_EXPORTER", "value": f"0.0.0.0:{EXPORTER}"} in engine["env"]
+
+
+def test_the_sidecar_shares_the_memory_of_the_engine_which_starts_no_exporter() -> None:
+    page = (ROOT / "docs/exporter.md").read_text()
+    (pod,) = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(apiVersion.*?)```", page, re.DOTALL))
+    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    (sidecar,), (engine,) = (pod["spec"][kind] for kind in ("initContainers", "containers"))
+    assert sidecar["restartPolicy"] == "Always", "else the engine would wait for its end"
+    assert sidecar["volumeMounts"] == engine["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
+    assert sidecar["ports"] == [{"name": "kvobs", "containerPort": EXPORTER}]
+    assert sidecar["image"] == engine["image"], "one version reads what the other has written, as the same user"
+    name, command, *options = sidecar["command"]
+    known = {name for parameter in load(command).params for name in parameter.opts}
+    assert name == "kvobs"
+    assert {option for option in options if option.startswith("-")} <= known
+    config = json.loads(engine["args"][engine["args"].index("--kv-transfer-config") + 1])
+    assert config["kv_connector_extra_config"]["kvobs"]["exporter"] is None
 
 
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")

@@ -15,10 +15,10 @@ from docs.house import TIERS, room
 RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}
 
 PURE = ("prediction", "state", "probe", "telemetry.requests", "telemetry.tracing")
-NEEDS_NO_VLLM = ("log", "vllm_api", "schema", "topology", "faults", "plugin")
+NEEDS_NO_VLLM = ("log", "vllm_api", "schema", "topology", "faults", "page", "plugin")
 WITHOUT_TORCH = (
-    *("export.span_export", "export.destinations"),
-    *("telemetry.payload.wire", "cli.scrapes"),
+    *("export.process", "export.span_export", "export.destinations", "export.starter", "export.__main__"),
+    *("cli.scrapes", "cli.exporter", "cli.here", "cli.top.live"),
     *("connectors.specs", "connectors.validation", "routing.lookups", "cli.check.check"),
 )
 

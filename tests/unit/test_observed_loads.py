@@ -1,6 +1,8 @@
 """What loads count, from the event that causes it to the number that Prometheus reads: see ``test_observed``."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,16 +11,15 @@ from vllm.distributed.kv_events import BlockStored
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvobs.connectors.specs import STATED_BYTES
+from kvobs.routing.isolation import GIVE_UP_NS
 from kvobs.testing import BLOCK, Rig, Script, entry_of
 from kvobs.testing.rig import cache_config
 from tests.support.observed import BYTES_PER_TOKEN, KV, NAMES, STEP_S, SYNC, Observed, S
+from tests.support.rig import assert_nothing_is_left, child_config
 
 
 def test_an_async_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    """Allocated in step 1, received by rank 0 in step 2, by rank 1 in step 4.
-
-    It is sent after the next step, which has the request's forward: nothing stands between a load and its first token.
-    """
+    """Allocated in step 1, received by rank 0 in step 2, by rank 1 in step 4; its request goes on in step 5."""
     a.offers["r"] = KV
     engine = Observed(monkeypatch, a, b)
     engine.rig.add("r")
@@ -34,9 +35,12 @@ def test_an_async_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) ->
     assert engine.value("kvobs_in_flight", kind="load") == 1
     a.say(1, received="r")
     engine.step()
-    assert engine.value("kvobs_loads_total", mode="async", outcome="ok") == 0
-    engine.step()
     assert engine.value("kvobs_loads_total", mode="async", outcome="ok") == 1
+    assert engine.value("kvobs_in_flight", kind="load") == 0
+    assert engine.value("kvobs_in_flight", kind="resume") == 1
+    assert engine.value("kvobs_load_resume_delay_seconds_count") == 0
+    engine.step()
+    assert engine.value("kvobs_in_flight", kind="resume") == 0
     assert engine.value("kvobs_load_tokens_total") == 2 * BLOCK
     assert engine.value("kvobs_load_bytes_total") == 2 * BLOCK * BYTES_PER_TOKEN * 2
     assert engine.value("kvobs_load_duration_seconds_count", mode="async") == 1
@@ -54,11 +58,112 @@ def test_an_async_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) ->
 GAUGES = ("in_flight", "oldest_in_flight_seconds", "held_tokens")
 
 
+def assert_gauges_are_right(engine: Observed, names: Sequence[str] = NAMES) -> dict[str, int]:
+    """Compare the gauges with what the router knows; return what is in flight."""
+    side, seen = engine.rig.connector._side, dict[str, int]()
+    for child, name in enumerate(names):
+        for kind, open_now in {"lookup": side.offers._waited_for[child], **side.ledger.in_flight[child]}.items():
+            n, age_s = len(open_now), engine.value("kvobs_oldest_in_flight_seconds", name, kind=kind)
+            assert engine.value("kvobs_in_flight", name, kind=kind) == n, (name, kind)
+            assert age_s == pytest.approx((engine.now_ns - open_now.oldest_ns) / S if n else 0), (name, kind)
+            if kind != "lookup":
+                assert engine.value("kvobs_held_tokens", name, kind=kind) == open_now.tokens, (name, kind)
+            if n:
+                seen[f"{name} {kind}"] = n
+    return seen
+
+
+def test_the_gauges_are_right_after_each_event(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    """Requests wait for a lookup, load, wait to go on, and have their blocks saved; and each is also aborted in that.
+
+    A client leaves between two steps: then a gauge must not wait for the next one.
+    """
+    engine = Observed(monkeypatch, a, b, lookup_timeout_ms=100_000)
+    a.offers |= {name: [(None, False)] * 9 for name in ("asks", "asked")}
+    for name in ("loads", "loaded", "resumes"):
+        b.offers[name] = KV
+    b.promises |= {"asked", "loaded", "saves", "saved"}
+    seen = []
+
+    def look() -> None:
+        seen.append(assert_gauges_are_right(engine))
+
+    for name in ("asks", "asked"):
+        engine.rig.add(name, max_tokens=1)
+    engine.step()
+    look()
+    engine.rig.abort("asks")
+    look()
+    engine.rig.abort("asked")  # with a promise
+    look()
+    for rank in (0, 1):
+        b.say(rank, saved="asked")
+        engine.step()
+        look()
+    for name in ("loads", "loaded", "resumes"):
+        engine.rig.add(name, max_tokens=1)
+    engine.step()
+    look()
+    engine.rig.abort("loads")
+    look()
+    b.say(0, received="loads loaded resumes")
+    engine.step()
+    look()
+    tokens = engine.rig.scheduler.max_num_scheduled_tokens
+    engine.rig.scheduler.max_num_scheduled_tokens = 0
+    b.say(1, received="loads loaded resumes")
+    engine.step()
+    look()
+    engine.rig.abort("resumes")
+    look()
+    engine.rig.abort("loaded")
+    look()
+    engine.rig.scheduler.max_num_scheduled_tokens = tokens
+    for name in ("saves", "saved"):
+        engine.rig.add(name, max_tokens=1)
+        engine.step()
+        look()
+    for rank in (0, 1):
+        b.say(rank, saved="loaded saves saved")
+        engine.step()
+        look()
+    assert seen == [
+        *({"one lookup": 2}, {"one lookup": 1}, {"two save": 1}, {"two save": 1}, {}),
+        *({"two load": 3}, {"two load": 3}, {"two load": 3}, {"two resume": 2}, {"two resume": 1}, {"two save": 1}),
+        *({"two save": 2}, {"two save": 3}, {"two save": 3}, {}),
+    ]
+    assert_nothing_is_left(engine.rig)
+
+
+def test_the_gauges_are_right_in_a_quarantine_and_when_its_transfers_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    monkeypatch.setattr("tests.support.observed.child_config", partial(child_config, cls="BestEffortConnector"))
+    engine = Observed(monkeypatch, a, b, isolate=["two"], lookup_timeout_ms=10**9)
+    b.offers |= {"load": KV, "asks": [(None, False)] * 99}
+    b.promises.add("save")
+    for name in ("load", "asks", "save"):
+        engine.rig.add(name, max_tokens=1)
+    engine.step()
+    assert assert_gauges_are_right(engine) == {"two load": 1, "two lookup": 1, "two save": 1}
+    b.raises["on_new_request"] = OSError("gone")
+    engine.rig.add("new", max_tokens=1)  # between two steps
+    assert engine.series("kvobs_quarantined") == {("two",): 1}
+    assert_gauges_are_right(engine)
+    b.raises["build_connector_meta"] = OSError("gone")
+    engine.step()
+    assert_gauges_are_right(engine)
+    engine.step(seconds=GIVE_UP_NS / S + 1)
+    assert_gauges_are_right(engine)
+    engine.step(3)
+    assert assert_gauges_are_right(engine) == {}
+
+
 @pytest.mark.parametrize("is_aborted", [True, False])
 def test_a_load_that_is_in_and_not_resumed(
     is_aborted: bool, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine waits, and each of its empty steps may send the gauges."""
+    """The engine waits, and makes empty steps."""
     a.offers["r"] = KV
     engine = Observed(monkeypatch, a, b, ranks=1, stuck_after_s=1)
     engine.rig.add("r")

@@ -3,35 +3,36 @@
 Every table has all that is there: what is counted for another connector, rank or engine is found in its place.
 """
 
+import json
+import os
 import re
-import socket
-from collections import defaultdict
-from collections.abc import Iterator
-from copy import copy
-from dataclasses import replace
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
 import pytest
 import vllm
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from typer.testing import CliRunner
 
 from kvobs.cli import commands
-from kvobs.cli.scrapes import Scrape, parse, parse_vllm
+from kvobs.cli.scrapes import PLAIN, Scrape, parse, parse_vllm
 from kvobs.cli.top.rows import server_row
-from kvobs.export import feed, process
+from kvobs.cli.web import NoAnswerError, get
+from kvobs.demo.collector import Collector
+from kvobs.demo.server import claim_port
+from kvobs.page import files
+from kvobs.page.description import Identity
 from kvobs.probe.native import choice
 from kvobs.schema import __version__, signals
-from kvobs.schema.signals import SIGNALS, Kind, Signal, labelnames
+from kvobs.schema.signals import SIGNALS, TIMED, Kind, Signal, hook_label, labelnames
 from kvobs.schema.spans import SPANS
-from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.payload.wire import EngineInfo
-from kvobs.testing import BLOCK, Rig, Script
+from kvobs.testing import BLOCK, Script
 from kvobs.vllm_api import versions
+from tests.engine.serving import eventually
 from tests.support.contexts import no_otel_variables
 from tests.support.life import NAMES, Life, life
 from tests.support.observed import BYTES_PER_TOKEN, ENGINE, STEP_S, SYNC, Observed
@@ -71,7 +72,10 @@ COLD = [20 + 7 * i % 90 for i in range(40)]
 OTHERS = 13  # requests, whose prompts have four full blocks and one token
 ROWS: dict[Signal, dict[tuple[str, ...], Any]] = {
     # Metric -> connector, and the values of the other labels -> number, or count and sum of a histogram.
-    signals.CALL_ERRORS: {("flaky", "wait_for_save", "TimeoutError"): 1},
+    signals.CALL_ERRORS: {
+        ("flaky", "wait_for_save", "TimeoutError"): 1,
+        ("cpu", "build_connector_meta", "RuntimeError"): 1,
+    },
     signals.SLOW_CALLS: {(name, "other"): 1 for name in NAMES},
     signals.LOOKUPS: {
         ("cpu", "hit"): 4,
@@ -119,6 +123,7 @@ ROWS: dict[Signal, dict[tuple[str, ...], Any]] = {
     signals.SAVE_STALL: {(name,): (MORE, MORE) for name in BUILT},
     signals.IN_FLIGHT: {
         ("cpu", "lookup"): 0,
+        ("far", "resume"): 0,
         ("cpu", "load"): 0,
         ("near", "save"): 0,
         ("far", "load"): 0,
@@ -126,12 +131,16 @@ ROWS: dict[Signal, dict[tuple[str, ...], Any]] = {
     },
     signals.OLDEST_IN_FLIGHT: {
         ("cpu", "lookup"): 0,
+        ("far", "resume"): 0,
         ("cpu", "load"): 0,
         ("near", "save"): 0,
         ("far", "load"): 0,
         ("near", "load"): about(29.6, abs=STEP_S),
     },
-    signals.HELD_TOKENS: {("cpu", "load"): 0, ("near", "save"): 0, ("far", "load"): 0, ("near", "load"): 3 * BLOCK},
+    signals.HELD_TOKENS: {
+        **dict.fromkeys([("cpu", "load"), ("near", "save"), ("far", "load"), ("far", "resume")], 0),
+        ("near", "load"): 3 * BLOCK,
+    },
     signals.RANK_SKEW: {
         ("near", "save"): (1, about(2 * STEP_S)),
         ("cpu", "load"): (2, about(0, abs=60)),
@@ -148,7 +157,7 @@ ROWS: dict[Signal, dict[tuple[str, ...], Any]] = {
         ("far", "unknown"): 5 * 2,
     },
     signals.CORRUPT_BLOCKS: {("cpu", "1"): 1},
-    signals.QUARANTINED: {("absent",): 1, ("flaky",): 1},
+    signals.QUARANTINED: {("absent",): 1, ("flaky",): 0},  # enabled again by the last step
     signals.QUARANTINES: {("absent",): 1, ("flaky",): 1},
     signals.KV_EVENTS: {("near", "stored", "cpu"): 1, ("near", "removed", "storage"): 1},
     signals.SAVE_TOKENS: {("near", "cpu"): BLOCK},
@@ -177,8 +186,8 @@ ROWS: dict[Signal, dict[tuple[str, ...], Any]] = {
     signals.BUILD_INFO: {(__version__, vllm.__version__, str(choice().is_native).lower()): 1},
     signals.START_TIME: {(): MORE},
     signals.INTERNAL_ERRORS: {("record",): 1},
-    signals.SELF_SECONDS: {(where,): MORE for where in ("record", "flush", "merge", "apply", "cut")},
-    signals.SPANS_DROPPED: {("flush",): 1},
+    signals.SELF_SECONDS: {(where,): MORE for where in ("record", "export")},
+    signals.SPANS_DROPPED: {("rate",): 1},
     signals.MALFORMED_CONTEXTS: {("headers",): 1},
     signals.REQUEST_LOG_DROPPED: {(): 1},
     signals.ENGINE_ENDED: {("cpu", "build_connector_meta", "RuntimeError"): 1},
@@ -187,7 +196,7 @@ ELSEWHERE = {
     signals.GC_PAUSES: "pauses",
     signals.CALL_DURATION: "calls",
     signals.CALL_IN_PROGRESS: "a call in progress",
-    **dict.fromkeys((signals.ENGINE_UP, signals.LAST_PAYLOAD, signals.SPANS_QUEUED), "the exporter"),
+    **dict.fromkeys((signals.ENGINE_UP, signals.SPANS_QUEUED), "the exporter"),
     signals.FAILED_SYNC_LOADS: "test_observed_loads",
 }
 """Metrics with a test of their own."""
@@ -222,15 +231,16 @@ def test_every_metric_has_a_row() -> None:
 
 
 def test_calls_are_counted_as_the_connectors_saw_them(lived: Life) -> None:
-    """The last payload came before the last step's calls."""
-    found = series(lived.ended, signals.CALL_DURATION)
+    """Every call of every hook that a script notes."""
+    found = series(lived.late, signals.CALL_DURATION)
     for name in BUILT:
-        for hook, calls in lived.calls[name].items():
-            assert found[name, hook] == (calls, MORE), (name, hook)
+        noted = {hook: n for hook, n in lived.calls[name].items() if hook in TIMED and hook_label(hook) == hook}
+        assert len(noted) > 12
+        assert {hook: found[name, hook] for hook in noted} == {hook: (n, MORE) for hook, n in noted.items()}
     assert {labels[0] for labels in found} <= set(NAMES)
 
 
-def test_pauses_are_counted_by_the_process_that_sends_them(lived: Life) -> None:
+def test_pauses_are_counted_by_the_process_that_has_them(lived: Life) -> None:
     """Here all are one process."""
     found = series(lived.ended, signals.GC_PAUSES)
     assert {labels for (labels,) in found} <= {"scheduler", "worker"}
@@ -293,8 +303,10 @@ SPAN_ROWS: list[tuple[str, str, str, list[dict[str, Any]]]] = [
                                         "rank_skew": about(2 * STEP_S)}]),
     ("kv.save.rank", "computed", "parent", [{"connector": "near", "rank": rank} for rank in (0, 1)]),
     ("kv.call", "", "slow", [{"connector": name, "hook": "reset_cache"} for name in NAMES]),
-    ("kv.call", "", "error", [{"connector": "flaky", "hook": "wait_for_save", "rank": 1,
-                               "error.type": "TimeoutError"}]),
+    ("kv.call", "", "error", [
+        {"connector": "flaky", "hook": "wait_for_save", "rank": 1, "error.type": "TimeoutError"},
+        {"connector": "cpu", "hook": "build_connector_meta", "error.type": "RuntimeError"},
+    ]),
 ]  # fmt: skip
 
 
@@ -327,8 +339,8 @@ LOG_ROWS = [
     *[r"connector 'absent' can't be built \(OSError: no disk\)\. It is isolated: .* without it until a restart"] * 3,
     r"connector 'absent' failed to be built\. It is in quarantine: .* without it until a restart .*",
     r"kvobs \S+ routes to cpu \(ScriptedConnector\), absent \(BestEffortConnector\), flaky \(BestEffortConnector\), "
-    r"near \(PeerConnector\), far \(PeerConnector\); load_policy first; metrics go to /metrics of vLLM's API server; "
-    r"spans go to http://127\.0\.0\.1:1, from vLLM's API server",
+    r"near \(PeerConnector\), far \(PeerConnector\); load_policy first; metrics go to /metrics of vLLM's API server, "
+    r"or to kvobs's exporter where it shows none; spans go to http://127\.0\.0\.1:1, from vLLM's API server",
     r"calls are counted .*",
     r"isolated: flaky, absent\. One that fails goes into quarantine; .*",
     r"kv_connector_extra_config\.kvobs\.isolate: found 'absent', whose synchronous loads, .*",
@@ -422,7 +434,8 @@ def test_the_check_of_a_server_finds_what_is_wrong_and_no_more(served: str) -> N
 
 
 def test_the_check_of_a_server_whose_engine_has_ended_names_the_call(lived: Life) -> None:
-    with answering(200, lived.ended) as url:
+    only = "".join(line for line in lived.ended.splitlines(keepends=True) if 'engine="0"' not in line)
+    with answering(200, only) as url:
         shown = CliRunner().invoke(commands.app, ["check", "--server", url]).stdout
     assert "its engine has ended in build_connector_meta of connector cpu: RuntimeError" in shown
 
@@ -430,59 +443,40 @@ def test_the_check_of_a_server_whose_engine_has_ended_names_the_call(lived: Life
 # --- the exporter
 
 
-class Taken:
-    """Stands for the way to the exporter's process: it keeps the first message, and the payloads."""
+@contextmanager
+def exported(observed: Observed, port: int) -> Iterator[Callable[[], str]]:
+    """Yield what reads the metrics of an engine's exporter; end it."""
 
-    def __init__(self, engine: EngineInfo) -> None:
-        self.engine, self.lines = engine, list[bytes]()
-        TAKEN.append(self)
+    def text() -> str:
+        with suppress(NoAnswerError):
+            return get(f"http://127.0.0.1:{port}/metrics", PLAIN).text
+        return ""
 
-    def put(self, stats: KvobsStats) -> None:
-        taken = stats.increments()
-        self.lines.append(wire.to_line({**wire.message(taken), "payload_s": 1.7e9 + len(self.lines)}))
-
-
-TAKEN: list[Taken] = []
-
-
-class Collected(Rig):
-    """An engine with --otlp-traces-endpoint."""
-
-    def _configure(self, config: Any) -> None:
-        config.observability_config = copy(config.observability_config)
-        config.observability_config.otlp_traces_endpoint = COLLECTOR
+    try:
+        yield text
+    finally:
+        observed.rig.connector.shutdown()
+        server = Identity.of(observed.rig.scheduler.vllm_config).server
+        with suppress(FileNotFoundError, ValueError):  # it has not begun
+            os.kill(json.loads((files.folder() / f"{server}{files.EXPORTER}").read_bytes())["pid"], signal.SIGKILL)
 
 
-COLLECTOR = "http://collector:4317"
-
-
-def test_the_exporter_of_the_second_engine_serves_its_numbers(
+def test_an_exporter_serves_the_numbers_of_the_second_engine(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
-    spans: dict[str | None, InMemorySpanExporter] = defaultdict(InMemorySpanExporter)
-    monkeypatch.setattr(feed, "Feed", Taken)
-    monkeypatch.setattr("kvobs.export.span_export.make_exporter", spans.__getitem__)
-    no_otel_variables(monkeypatch)
+    """The engine starts it, as its options say."""
     b.offers["r"] = SYNC
-    monkeypatch.setattr(Observed, "make_rig", Collected)
-    observed = Observed(monkeypatch, a, b, exporter={"port": 9470})
-    observed.rig.add("r", max_tokens=1, trace_headers=SAMPLED)
-    observed.step(3)
-    taken = TAKEN.pop()
-    with socket.socket() as channel:
-        exporter = process.Exporter(channel, replace(taken.engine, port=None))
-        for line in taken.lines:
-            exporter._apply(line)
-        text = exporter._text("")[1].decode()
-    del exporter._watch
-    exporter._totals._watch = None  # whose thread ends with it
-    assert exporter._cutter is not None
-    exporter._cutter._processor.force_flush()
-    assert (taken.engine.port, list(spans)) == (9470 + ENGINE, [COLLECTOR])
-    assert {attributes(span)["engine"] for span in spans[COLLECTOR].get_finished_spans()} == {ENGINE}
-    assert series(text, signals.LOADS) == {("two", "sync", "ok"): 1}
-    assert series(text, signals.ENGINE_UP) == {(): 1}
-    assert series(text, signals.LAST_PAYLOAD) == {(): 1.7e9 + len(taken.lines) - 1}
-    assert series(text, signals.SPANS_QUEUED).keys() == {()}
-    assert {sample.labels["engine"] for sample in samples(text)} == {str(ENGINE)}
-    assert not any(name.startswith("kvobs") for name in observed.rig.stats), "the API server gets none of it"
+    with Collector() as collector:
+        no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=collector.endpoint, **collector.env)
+        observed = Observed(monkeypatch, a, b, exporter={"port": (port := claim_port(0))})
+        observed.rig.add("r", max_tokens=1, trace_headers=SAMPLED)
+        observed.step(3)
+        with exported(observed, port) as text:
+            assert eventually(lambda: series(text(), signals.LOADS) == {("two", "sync", "ok"): 1})
+            assert eventually(lambda: {"kv.lookup", "kv.load two"} <= {span.name for span in collector.spans})
+            found = text()
+        assert series(found, signals.ENGINE_UP) == {(): 1}
+        assert series(found, signals.SPANS_QUEUED).keys() == {()}
+        assert {sample.labels["engine"] for sample in samples(found)} == {str(ENGINE)}
+        assert {span.attributes["kv_transfer.engine"] for span in collector.spans} == {ENGINE}
+        assert observed.rig.stats == [], "the API server gets none of it"

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import yaml
 from opentelemetry import trace as otel
@@ -18,9 +19,7 @@ import tests.support.scripted
 from kvobs.cli.check.source import _Loader
 from kvobs.schema.signals import OPEN, SIGNALS
 from kvobs.schema.spans import ATTRIBUTES
-from kvobs.telemetry.payload.kvobs_stats import KvobsStats
 from kvobs.telemetry.payload.stats import RawStats, _class_at, class_path, rebuild
-from kvobs.telemetry.payload.wire import VERSION
 from kvobs.telemetry.tracing import trace_context
 from kvobs.telemetry.tracing.trace_context import TRACEPARENT, as_otel, into_params, of_headers, of_params, parse
 from kvobs.testing import BLOCK, Rig, Script
@@ -67,8 +66,8 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
         "web.py",  # the command kvobs top, which reads the /metrics that it is given, and completes their addresses
         "live.py",  # the same with --server and --prometheus, which reads what it is given
         "hatch_build.py",  # compiles the probe when kvobs is built; it is in no wheel
-        "feed.py",  # starts the exporter, over a socket without address
-        *("__main__.py", "process.py", "http_server.py"),  # the exporter, which serves /metrics where it is asked to
+        "starter.py",  # starts the exporter
+        "http_server.py",  # the exporter, which serves /metrics where it is asked to
     }
     assert {one for one in found if one[1] in UNPICKLES} == {
         ("source.py", "yaml"),  # a configuration, for the command kvobs check; it makes no objects
@@ -85,15 +84,11 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
     loads = {(name, ast.unparse(node)) for name, node in in_production() if called(node) == "loads"}
     assert loads == {
         ("launch.py", "json.loads(whole, object_pairs_hook=unique)"),  # the configuration, for the command kvobs check
+        # Of the model whose path a launch command has, for the same.
+        ("rules.py", "json.loads((Path(str(options['model'])) / 'config.json').read_text(encoding='utf-8'))"),
         ("launch.py", "json.loads(json.dumps(config, default=str))"),
-        (
-            "rules.py",
-            "json.loads((Path(str(options['model'])) / 'config.json').read_text(encoding='utf-8'))",
-        ),  # a model's
         ("live.py", "json.loads(text)"),  # Prometheus's answers, for kvobs check --prometheus
-        ("wire.py", "json.loads(line)"),  # what EngineCore and its exporter send each other
-        ("black_box.py", "json.loads(about)"),  # the description of an engine's process, of this user
-        ("engine_watch.py", "json.loads(text)"),  # its end, likewise
+        ("__main__.py", "json.loads(sys.argv[1])"),  # the exporter's options, of the engine that starts it
         ("dashboards.py", "json.loads(files.pop(SETTINGS))"),  # a file of this installation
         ("metadata.py", "pickle.loads(part.pickled)"),
     }
@@ -111,9 +106,8 @@ def test_nothing_is_written_to_a_file_but_what_is_asked_for() -> None:
     of_engine = {
         "process.py": 1,  # /dev/null in the place of the engine's stderr
         "web_config.py": 1,  # to read the exporter's certificates
-        "black_box.py": 1,  # to read the page of an engine's process
-        # The folder and files of the pages, the end of an engine; to look whether a file is still written.
-        "ring_files.py": 8,
+        # The folder and files of the pages, also to read them, or to look whether one is still written; locks.
+        "files.py": 7,
     }
     of_log = {"request_log.py": 3}  # the file of kvobs.request_log, or the engine's stderr
     of_commands = {
@@ -149,7 +143,7 @@ LOOKED = Looked()
 
 
 def noted(path: Any) -> Any:
-    return rebuild({"a": {"n": 1}, "kvobs": {"v": VERSION, "children": {"a": path}}})["a"]
+    return rebuild({"a": {"n": 1}, "kvobs": {"a": path}})["a"]
 
 
 HERE = ("Trap", "LOOKED", "LOOKED.x", "Trap.build_kv_connector_stats", "KVConnectorBase_V1.__subclasses__", "sys")
@@ -246,7 +240,7 @@ def test_no_signal_and_no_attribute_is_about_content() -> None:
 
 
 def test_nothing_secret_leaves_an_engine(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in payloads and spans, not in metrics, not in kvobs's lines of the log."""
+    """Not in pages with all numbers and spans, not in stats, not in metrics, not in kvobs's lines of the log."""
     a, b = Script("a"), Script("b")
     connectors = [child_config(s, "MeteredConnector") for s in (a, b)]
     for connector in connectors:
@@ -270,19 +264,17 @@ def test_nothing_secret_leaves_an_engine(caplog: pytest.LogCaptureFixture, monke
         a.say(rank, received="async nobody", failed="failed")
         b.say(rank, saved="saved")
     rig.run(6)
-    text = json.dumps(rig.stats)
-    assert "kv.load" in text
-    assert "kv.call" in text
-    assert len(rig.stats) > 2
-    front = Front(*connectors, names=["one", "two"])
-    for payload in rig.stats:
-        front.metrics.observe(KvobsStats(data=payload).data)
+    pages = [router._telemetry._recorders.page for router in (rig.connector, *rig.workers)]
+    text = "".join(page.process.to_json().decode() + bytes(page.words).decode("latin-1") for page in pages)
+    assert all(part in text for part in ("kv.load", "kv.call", "async", '"one"'))
+    front = Front(*connectors, names=["one", "two"], engine_id=rig.scheduler.vllm_config.kv_transfer_config.engine_id)
     metrics = repr([family.samples for family in front.registry.collect()])
     assert "kvobs_loads_total" in metrics
     said = "\n".join(line.getMessage() for line in caplog.records if line.name.startswith("vllm.kvobs"))
     assert "slow_call_ms" in said
-    for out in (text, metrics, said):
+    for out in (text, metrics, said, json.dumps(rig.stats)):
         assert "s3cr3t" not in out
         for prompt in prompts:
             assert json.dumps(prompt[:8])[1:-1] not in out
+            assert msgspec.msgpack.encode(prompt[:8])[1:].decode("latin-1") not in out
     assert "s3cr3t" in repr(request.kv_transfer_params), "it was there"

@@ -14,6 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from kvobs.probe.recorder import NEVER, Recorder
 from kvobs.schema.signals import TIMED
+from kvobs.telemetry.tracing.journal import RESERVED
 from kvobs.testing import BLOCK, Script
 from tests.support.observed import BYTES_PER_TOKEN, ENGINE, KV, STEP_S, SYNC, Observed
 from tests.support.rig import assert_nothing_is_left, child_config
@@ -177,26 +178,34 @@ def test_level_off_and_no_endpoint_trace_nothing(
 ) -> None:
     a.params["r"] = {"remote": 1}
     engine = Traced(monkeypatch, a, b, level="off")
-    assert engine.front.metrics._cutter is None
     engine.rig.add("r", max_tokens=1, trace_headers=SAMPLED)
     given = []
     for _ in range(2):
         engine.step()
         given += [each.kv_transfer_params for each in engine.rig.request_outputs if each.finished]
     assert given == [{"remote": 1}], "no context is handed on"
+    assert engine.spans() == []
     assert "nothing is traced" not in caplog.text
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT")
-    assert Observed(monkeypatch, a, b, tracing={"level": "calls"}).front.metrics._cutter is None
+    other = Observed(monkeypatch, a, b, tracing={"level": "calls"})
+    for each in (engine, other):
+        assert not each.rig.connector._telemetry._recorders.page.process.engine.has_spans
     assert "tracing.level: found 'calls', but nothing is traced" in caplog.text
 
 
-def test_spans_beyond_a_flush_are_counted(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+def test_spans_that_come_too_fast_are_counted(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    """Of each process so many a second are written: those of a step are more."""
+    monkeypatch.setattr("kvobs.telemetry.tracing.journal.PER_SECOND", 60)
     engine = Traced(monkeypatch, a, b, level="calls", ranks=1)
+    for router in (engine.rig.connector, *engine.rig.workers):
+        journal = router._telemetry._recorders.tracer.journal
+        journal._clock = lambda journal=journal: journal._since  # all in one moment
     for i in range(24):
         engine.rig.add(f"r{i}", trace_headers=SAMPLED)
     engine.step(2)
-    assert engine.value("kvobs_spans_dropped_total", None, where="flush") > 0
-    assert 64 <= len(engine.spans()) <= 4 * 64
+    assert engine.value("kvobs_spans_dropped_total", None, where="rate") > 0
+    assert engine.value("kvobs_spans_dropped_total", None, where="missed") == 0
+    assert len(engine.spans()) == 2 * (60 - RESERVED)
 
 
 def test_exemplars_are_of_exported_spans_only(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
@@ -231,7 +240,7 @@ def test_exemplars_are_of_exported_spans_only(monkeypatch: pytest.MonkeyPatch, a
     assert exemplars.keys() == {("kvobs_call_duration_seconds", name) for name in ("one", "two")}
     assert {sample.exemplar.labels["trace_id"] for sample in exemplars.values()} == called
     assert {sample.labels["hook"] for sample in exemplars.values()} == {"other"}
-    assert engine.value("kvobs_self_seconds_total", None, where="cut") > 0
+    assert engine.value("kvobs_self_seconds_total", None, where="export") > 0
 
 
 def test_a_child_that_traces_finds_the_requests_context(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:

@@ -16,7 +16,8 @@ from kvobs.cli.check.result import CheckResult, ConnectorResult
 from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of, without_key
 from kvobs.connectors import validation
 from kvobs.connectors.known import PD_ROUTER, ROUTER
-from kvobs.export.destinations import Setup, findings, losses, metrics_go_to, spans_go_to
+from kvobs.export import destinations
+from kvobs.export.destinations import Hidden, exporter_of
 from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere, listen
 from kvobs.export.web_config import UnusableError, context
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH, is_enabled
@@ -30,7 +31,6 @@ _ENDPOINT = re.compile(r"[a-z][a-z0-9+.-]*:/{0,3}[^/\s]+.*|[^/\s]+:\d+/?", re.IG
 _PLUGINS = "VLLM_PLUGINS"
 _CONSOLIDATOR = "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR"
 _OF_DYNAMO = re.compile(r"DYN_(?!KVBM_)")  # KVBM's are read under `vllm serve` too
-_LAST_PORT = 65535
 _HOUR_S, _FEW_MS = 3600, 10
 
 
@@ -113,8 +113,8 @@ def _check_entries(result: CheckResult) -> None:
         result.connectors.append(connector)
 
 
-def _check_ports(result: CheckResult, exporter: ExporterOptions | None, flags: Flags) -> None:
-    """Warn if the exporters that will run could not listen here now; an engine may be running, or be for elsewhere."""
+def _check_port(result: CheckResult, exporter: ExporterOptions | None, flags: Flags) -> None:
+    """Warn if the exporter that will run could not listen here now; it may be running, or be for another machine."""
     if exporter is None or exporter.port is None:
         return
     extra = result.config.get(PATH)
@@ -122,14 +122,10 @@ def _check_ports(result: CheckResult, exporter: ExporterOptions | None, flags: F
     is_option = isinstance(options, Mapping) and "exporter" in options
     by_variable = not is_option and os.environ.get(EXPORTER_VARIABLE)
     path = f"environment variable {EXPORTER_VARIABLE}" if by_variable else f"{PATH}.kvobs.exporter"
-    first, number, fix = exporter.port, flags.engines_here, "use another port"
-    if first + number - 1 > _LAST_PORT:
-        found = f"found port {first} for {number} engines: the last one would have {first + number - 1}"
-        result.add(warnings=[Finding(path, found, f"at most {_LAST_PORT + 1 - number}", fix)])
-    result.ports = range(first, first + number)
-    for whose, port in {whose: port for port, whose in flags.taken.items() if port in result.ports}.items():
-        found = f"found port {port} of engine {port - first}, which is {whose}"
-        result.add(warnings=[Finding(path, found, fix=fix)])
+    fix, host, port = "use another port", exporter.host, exporter.port
+    result.port = port
+    if whose := flags.taken.get(port):
+        result.add(warnings=[Finding(path, f"found port {port}, which is {whose}", fix=fix)])
     if exporter.web_config is not None:
         try:
             context(exporter.web_config)
@@ -137,16 +133,15 @@ def _check_ports(result: CheckResult, exporter: ExporterOptions | None, flags: F
             file_fix = "correct the file, unless it is for another machine"
             result.add(warnings=[Finding(f"{path}.web_config", str(error.strerror), fix=file_fix)])
     try:
-        for port in range(first, min(first + number, _LAST_PORT + 1)):
-            listen(exporter.host, port).close()
-        if exporter.web_config is None and is_reached_from_elsewhere(exporter.host):
-            result.add(warnings=[Finding(path, f"listens on {show(exporter.host)}: {OPEN_TO_ALL}", fix=LESS_OPEN)])
+        listen(host, port).close()
+        if exporter.web_config is None and is_reached_from_elsewhere(host):
+            result.add(warnings=[Finding(path, f"listens on {show(host)}: {OPEN_TO_ALL}", fix=LESS_OPEN)])
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             found = f"found port {port}, which is in use on this machine: held by {holder(port)}"
-            fix = f"end that process, unless it is the exporter of this engine, which runs already; or {fix}"
+            fix = f"end that process, unless it is the exporter of this server, which runs already; or {fix}"
         else:
-            found = f"found {show(exporter.host)} and port {port}, where this machine can't listen: {error.strerror}"
+            found = f"found {show(host)} and port {port}, where this machine can't listen: {error.strerror}"
             fix = "use an address of the engine's machine, and a port that its user may open"
         result.add(warnings=[Finding(path, found, fix=fix)])
 
@@ -158,41 +153,47 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
     vllm_config = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint))
     tracing = TracingSettings.of(options, vllm_config)
     is_dynamo = _is_of_dynamo(flags)
-    setup = Setup(
-        options.exporter,
-        has_stats=not flags.disable_log_stats,
-        has_rust_frontend=versions.has_rust_frontend(),
-        api_servers=flags.api_server_count,
-        has_multiprocess_metrics=is_dynamo or versions.has_multiprocess_metrics(),
-        is_in_ray_actor=flags.launcher == RAY,
-    )
-    _check_ports(result, setup.running, flags)
-    result.add(warnings=_warn_of_start(setup.running, flags))
+    hidden = _hidden_by(flags, is_dynamo=is_dynamo)
+    exporter = exporter_of(options.exporter, hidden)
+    _check_port(result, exporter, flags)
+    result.add(warnings=_warn_of_start(exporter, flags))
     if is_dynamo:
-        result.add(warnings=_warn_of_dynamo(result, setup.running))
+        result.add(warnings=_warn_of_dynamo(result, exporter))
     if flags.disable_log_stats and endpoint is not None:
         found = "vLLM fails at the first finished request when both are given"
         result.add([Finding("--disable-log-stats, --otlp-traces-endpoint", found, fix="remove one of them")])
     else:
-        result.add(warnings=findings(setup))
+        result.add(warnings=destinations.findings(options.exporter, hidden))
     if endpoint is not None and versions.has_rust_frontend():
         found = f"{versions.RUST_FRONTEND} is set: that front end refuses it"
         result.add([Finding("--otlp-traces-endpoint", found, fix="set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")])
     if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
         fix = "write the collector's address, such as http://localhost:4317"
         result.add(warnings=[Finding("--otlp-traces-endpoint", "has neither a scheme nor a port", fix=fix)])
-    result.metrics_go_to = metrics_go_to(setup)
-    result.spans_go_to = spans_go_to(setup, tracing)
-    result.off |= losses(setup)
-    if tracing is None and "tracing" not in result.off:
+    result.metrics_go_to = destinations.metrics_go_to(options.exporter, hidden)
+    result.spans_go_to = destinations.spans_go_to(options.exporter, hidden, tracing)
+    result.off |= destinations.losses(options.exporter, hidden)
+    if not tracing.is_on and "tracing" not in result.off:
         result.off["tracing"], warnings = sampling.why_off(options)
         result.add(warnings=warnings)
-    if tracing is None or "tracing" in result.off:
+    if not tracing.is_on or "tracing" in result.off:
         result.off["exemplars"] = "tracing is off"
         return
     result.tracing = "calls" if tracing.has_calls else "requests"
     if tracing.endpoint is None:
         result.off["joining clients' traces"] = "--otlp-traces-endpoint is not set: vLLM drops trace headers"
+
+
+def _hidden_by(flags: Flags, *, is_dynamo: bool) -> Hidden | None:
+    """Return what will keep vLLM's API server from showing metrics, as far as the launch and this environment show."""
+    known = {
+        destinations.STATS_OFF: flags.disable_log_stats,
+        destinations.RUST: versions.has_rust_frontend(),
+        destinations.SEVERAL: flags.api_server_count > 1,
+        destinations.MULTIPROCESS: is_dynamo or versions.has_multiprocess_metrics(),
+        destinations.RAY: flags.launcher == RAY,
+    }
+    return next((hidden for hidden, applies in known.items() if applies), None)
 
 
 def _warn_of_start(exporter: ExporterOptions | None, flags: Flags) -> Iterator[Finding]:

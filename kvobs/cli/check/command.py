@@ -129,7 +129,8 @@ def _check_all(
                 result.add(source.mistakes, source.warnings)
                 if not should_rewrite:
                     check_classes(result, is_deep=is_deep)
-            for kind, its in (("the exporter's", result.ports), (f"{NIXL_PORT} of NixlConnector", flags.nixl)):
+            exporters = () if result.port is None else (result.port,)
+            for kind, its in (("the exporter's", exporters), (f"{NIXL_PORT} of NixlConnector", flags.nixl)):
                 whose = f"{kind} of {source.place}, if both run on one host"
                 ports |= dict.fromkeys(its if network else (), whose)
         if source.problem or source.unknown:

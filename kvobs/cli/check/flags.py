@@ -50,7 +50,6 @@ class Flags:
     disable_log_stats: bool = False
     otlp_traces_endpoint: str | None = None
     api_server_count: int = 1
-    engines_here: int = 1
     has_chunked_prefill: bool = False
     launcher: str = ""
     conditions: Conditions = SAFE
@@ -148,7 +147,6 @@ def flags_of(
         is_on(options, "disable-log-stats"),
         str(endpoint) if (endpoint := options.get("otlp-traces-endpoint")) else None,
         int(options.get("api-server-count", api_servers(beside))),
-        engines,
         _is_left_on(beside, "enable-chunked-prefill"),
         beside.get(LAUNCHER, ""),
         _conditions(beside, environment),

@@ -120,8 +120,8 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
     numbers = Numbers.of(values.items())
     series = Counter(_SERIES.findall(text))
     rows = server_row(url, None, Scrape(0.0, values, parse_vllm(text))).connectors
-    builds, infos = (numbers.by_name.get(each.name, []) for each in (signals.BUILD_INFO, signals.CONNECTOR_INFO))
-    has_core = bool(infos) or not builds
+    builds, cores = (numbers.by_name.get(each.name, []) for each in (signals.BUILD_INFO, signals.LOCAL_CACHE_TOKENS))
+    has_core = bool(cores) or not builds
     result.facts[url] = {
         "kvobs": numbers.label(signals.BUILD_INFO, "version") or "?",
         "vLLM": numbers.label(signals.BUILD_INFO, "vllm_version") or "?",
@@ -158,7 +158,7 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
             f"{signals.INTERNAL_ERRORS.name} is {lost:,.0f}: measurements of kvobs were lost, serving is not affected"
         )
         result.warn(url, found, "look for 'kvobs' in the log")
-    return {(labels.get("model_name", "?"), labels.get("engine", "?")) for labels, _ in infos}
+    return {(labels.get("model_name", "?"), labels.get("engine", "?")) for labels, _ in cores}
 
 
 def _durations(row: ConnectorRow) -> str:

@@ -55,7 +55,7 @@ class CheckResult:
     tracing: str = "off"
     metrics_go_to: str = ""
     spans_go_to: str = ""
-    ports: range = range(0)
+    port: int | None = None  # the exporter's
     conditions: Conditions = SAFE
     holes: tuple[str, ...] = ()  # the places of values that are not known: nothing is found there
     is_elsewhere: bool = False  # the engine runs in an image: what is missing here is not known

@@ -1,4 +1,4 @@
-"""The command ``kvobs top``: scrape servers in threads, and show their rows live, once or as JSON."""
+"""The command ``kvobs top``: read servers in threads, and show their rows live, once or as JSON."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -19,11 +20,13 @@ from rich.layout import Layout
 from rich.live import Live
 from rich.text import Text
 
-from kvobs.cli.output import examples
+from kvobs.cli.here import running
+from kvobs.cli.output import examples, fail
 from kvobs.cli.scrapes import Scrape, fetch
 from kvobs.cli.top.rows import Server, server_row
 from kvobs.cli.top.screen import SORTS, Picture, legend
 from kvobs.cli.web import CaCert, Cert, Key, NoAnswerError, urls_of, use_certificates
+from kvobs.page import files
 
 STDIN = 0
 LOOK_S = 0.5  # between two draws of the screen
@@ -31,21 +34,22 @@ KEYS = "q quit  < > sort  ? meanings"
 HUNG_UP = "\x04"  # Ctrl-D, and what is read from a terminal that is gone
 
 EXAMPLES = examples(
+    "kvobs top                            the engines on this host",
     "kvobs top localhost                  a vLLM server at its port 8000",
-    "kvobs top gpu-1:9464+8000            an exporter, and its vLLM server's port",
+    "kvobs top gpu-1:9464+8000            an exporter, and its vLLM's port",
     "kvobs top localhost --once --json    for scripts",
 )
 
 
 def top(
     urls: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="URL...",
+            metavar="[URL...]",
             help="Address of a vLLM server, e.g. localhost:8000, or of its exporter, e.g. localhost:9464, or both as "
-            "localhost:9464+8000.",
+            "localhost:9464+8000. Without one: the engines of this user on this host.",
         ),
-    ],
+    ] = None,
     *,
     interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between scrapes.")] = 4.0,
     once: Annotated[bool, typer.Option("--once", help="Scrape twice, print the difference, and exit.")] = False,
@@ -59,9 +63,17 @@ def top(
     if as_json and not once:
         raise typer.BadParameter("requires --once", param_hint="--json")
     try:
-        watches = [Watch(url, interval, of_vllm) for url, of_vllm in dict.fromkeys(map(urls_of, urls))]
+        watches = [
+            Watch(url, partial(fetch, url, of_vllm), interval)
+            for url, of_vllm in dict.fromkeys(map(urls_of, urls or ()))
+        ]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="URL") from None
+    if not watches and not (watches := [Watch(name, read, interval) for name, read in running().items()]):
+        raise fail(
+            f"found no engine that runs, in {files.folder()}: run this as the engine's user, on its machine, and in "
+            "its container; or name the address of a server"
+        )
     # SIGTERM must restore the terminal as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     view = Top(Console(highlight=False), watches, interval)
@@ -75,10 +87,10 @@ def top(
 
 
 class Watch:
-    """Scrapes one server repeatedly, into a row since its start, and one since the last scrape."""
+    """Reads the metrics of one server repeatedly, into a row since its start, and one since the last time."""
 
-    def __init__(self, url: str, interval_s: float, of_vllm: str | None = None) -> None:
-        self.url, self._interval_s, self._of_vllm = url, interval_s, of_vllm
+    def __init__(self, url: str, read: Callable[[], Scrape], interval_s: float) -> None:
+        self._read, self._interval_s = read, interval_s
         self.address = url.removeprefix("http://").removesuffix("/metrics")
         self.since_start = self.lately = Server(self.address, error="no answer yet")
         self.last: Scrape | None = None  # if it could be read
@@ -87,7 +99,7 @@ class Watch:
     def scrape(self) -> None:
         """Scrape once; after a failure the next scrape counts as the first."""
         try:
-            scrape = fetch(self.url, self._of_vllm)
+            scrape = self._read()
         except NoAnswerError as error:
             now, self.last = time.monotonic(), None
             self._failing_since_s = self._failing_since_s or now

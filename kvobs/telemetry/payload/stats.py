@@ -1,8 +1,8 @@
-"""The stats payload from workers over the scheduler to the API server, and its conversion back into objects.
+"""The connectors' own stats from workers over the scheduler to the API server, and their conversion back into objects.
 
-``MultiKVConnectorStats.data`` maps a child's name to that child's own stats, and ``kvobs`` to kvobs's own numbers (see
-``wire``). The API server gets only this dict, which therefore names the classes of the children's stats. Input of a
-peer never raises here: what can't be rebuilt keeps its raw values.
+``MultiKVConnectorStats.data`` maps a connector's name to its stats, and ``kvobs`` to the classes that can rebuild them:
+the API server gets only this dict. kvobs's own numbers are not in it (see ``kvobs.page``). Input of a peer never raises
+here: what can't be rebuilt keeps its raw values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
-from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
 
@@ -22,12 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from kvobs import faults
 from kvobs.log import once
-from kvobs.schema import signals
 from kvobs.schema.config import RESERVED_NAME
-from kvobs.telemetry.payload.kvobs_stats import KvobsStats, as_dict
 from kvobs.vllm_api import versions
 
-_MERGE = signals.slot(signals.SELF_SECONDS, "merge")
+as_dict = versions.stats_reader()
 _ENTRIES_AT_MOST = 1_000  # children: names come from the peer
 
 
@@ -50,27 +47,40 @@ class RawStats(KVConnectorStats):
         return {key: value for key, value in self.data.items() if isinstance(value, int | float)}
 
 
-class _Merging:
-    """Time spent on merging in this process, until it is added to outgoing numbers."""
+class Classes(KVConnectorStats):
+    """The classes that can rebuild the connectors' stats: ``data`` is name -> "module:Class"."""
 
-    owed_ns = 0
+    data: dict[str, Any]
 
-    @faults.contained("merge")
-    def spend(self, numbers: Any, ns: int) -> None:
-        self.owed_ns += ns
-        if isinstance(numbers, KvobsStats) and numbers.spend(_MERGE, self.owed_ns):
-            self.owed_ns = 0
+    @classmethod
+    def of(cls, classes: Mapping[str, str]) -> Classes:
+        return cls(data=dict(classes))
 
+    @classmethod
+    def read(cls, data: Any) -> Classes:
+        """Parse those of a peer; what is no text is left out."""
+        paths = as_dict(data)
+        return cls(data={name: path for name, path in paths.items() if isinstance(name, str) and isinstance(path, str)})
 
-_merging = _Merging()
+    def reset(self) -> None:
+        """Keep the classes: they are no numbers."""
+
+    def is_empty(self) -> bool:
+        return True
+
+    def aggregate(self, other: KVConnectorStats) -> Classes:
+        self.data = self.data or dict(as_dict(other))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {}
 
 
 class MultiKVConnectorStats(stock.MultiKVConnectorStats):
-    """The stats of all children, by name, and kvobs's own under ``kvobs``."""
+    """The stats of all connectors, by name, and their classes under ``kvobs``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the payload as plain builtins, without stats that can't be converted."""
-        begin = perf_counter_ns()
         payload = {}
         data = _by_class(self.data) if _is_for_rust() else self.data
         for name, stats in data.items():
@@ -78,7 +88,6 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
                 payload[name] = as_dict(stats)
             except Exception:
                 faults.contain("merge")
-        _merging.spend(self.data.get(RESERVED_NAME), perf_counter_ns() - begin)
         return payload
 
     def aggregate(self, other: KVConnectorStats) -> MultiKVConnectorStats:
@@ -99,21 +108,12 @@ class MultiKVConnectorStats(stock.MultiKVConnectorStats):
             self.data[name] = _merged(name, mine, theirs)
 
     def reduce(self) -> dict[str, Any]:
-        """Return name -> key -> number, as vLLM's class does: the child's own summary plus kvobs's counts."""
-        kvobs_stats = self.data.get(RESERVED_NAME)
+        """Return name -> key -> number, as vLLM's class does: the connector's own summary."""
         reduced: dict[str, dict[str, Any]] = {
             name: _attempt(name, "can't be summarized", _summary, stats) or {}
             for name, stats in self.data.items()
             if name != RESERVED_NAME
         }
-        counted: dict[str, dict[str, int | float]] = {}
-        try:
-            counted = kvobs_stats.reduce() if isinstance(kvobs_stats, KvobsStats) else {}
-        except Exception:
-            faults.contain("summarize")
-        for name, numbers in counted.items():
-            mine = reduced.setdefault(name, {})
-            mine |= {f"{RESERVED_NAME}_{key}" if key in mine else key: n for key, n in numbers.items()}
         return {name: numbers for name, numbers in reduced.items() if numbers}
 
     def is_empty(self) -> bool:
@@ -126,8 +126,8 @@ _is_for_rust = cache(versions.has_rust_frontend)
 
 def _by_class(data: Mapping[str, KVConnectorStats]) -> dict[str, KVConnectorStats]:
     """Return the connectors' stats as vLLM's own class has them, by class name: its Rust front end reads no others."""
-    kvobs_stats = data.get(RESERVED_NAME)
-    paths = kvobs_stats.children if isinstance(kvobs_stats, KvobsStats) else {}
+    classes = data.get(RESERVED_NAME)
+    paths = classes.data if isinstance(classes, Classes) else {}
     by_class: dict[str, KVConnectorStats] = {}
     for name, stats in data.items():
         if name == RESERVED_NAME:
@@ -139,12 +139,6 @@ def _by_class(data: Mapping[str, KVConnectorStats]) -> dict[str, KVConnectorStat
         except Exception:
             faults.contain("merge")
     return by_class
-
-
-def has_content(stats: KVConnectorStats | None) -> bool:
-    """Return whether it contains kvobs's own numbers."""
-    kvobs_stats = stats.data.get(RESERVED_NAME) if stats is not None else None
-    return kvobs_stats is not None and not kvobs_stats.is_empty()
 
 
 class StatsParts:
@@ -173,7 +167,7 @@ class StatsParts:
         if part is None:
             stats.data.pop(name, None)
         else:
-            stats.data.setdefault(RESERVED_NAME, KvobsStats.bare(self._classes))
+            stats.data.setdefault(RESERVED_NAME, Classes.of(self._classes))
             stats.data[name] = part
         return stats
 
@@ -186,14 +180,14 @@ def rebuild(data: Any) -> MultiKVConnectorStats:
     try:
         entries = data if isinstance(data, Mapping) else {}
         theirs = entries.get(RESERVED_NAME)
-        ours = KvobsStats.read(theirs) if theirs is not None else KvobsStats()
+        ours = Classes.read(theirs)
         for name, value in entries.items():
             if name == RESERVED_NAME:
                 rebuilt[name] = ours
             elif isinstance(value, KVConnectorStats):
                 rebuilt[name] = value
             elif len(rebuilt) < _ENTRIES_AT_MOST:
-                stats = _rebuild_child(name, ours.children.get(name), as_dict(value))
+                stats = _rebuild_child(name, ours.data.get(name), as_dict(value))
                 if stats is not None:
                     rebuilt[name] = stats
     except Exception:

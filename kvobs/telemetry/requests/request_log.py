@@ -152,7 +152,7 @@ class RequestLog:
             dropped += 1
         self._recorder.count(None, _DROPPED, dropped)
 
-    @contained("flush")
+    @contained("record")
     def close(self) -> None:
         """Write what waits; for a second at most."""
         thread, self._thread = self._thread, None

@@ -37,19 +37,19 @@ class CallSpans:
     """Writes the span records of one process's calls: of all of them with ``traces_all``.
 
     On the scheduler's side, which has no rank, ``of_request`` returns the parent of a call about a request. ``step``
-    has the traces of the running step.
+    has the traces of the running step. Without ``verdicts`` only slow and failed calls are written.
     """
 
     names: Sequence[str]
     journal: Journal
     tracing: TracingSettings
-    verdicts: Verdicts
+    verdicts: Verdicts | None
     rank: int | None = None
     of_request: Callable[[CallEvent], Parent] | None = None
     step: StepTraces | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.traces_all = self.tracing.has_calls
+        self.traces_all = self.tracing.has_calls and self.verdicts is not None
 
     @contained("trace")
     def begin_step(self) -> TraceContext | None:
@@ -110,4 +110,5 @@ class CallSpans:
     def _new_trace(self) -> TraceContext:
         trace_id = new_trace_id()
         # Slow and failed calls are always exported; below level calls nothing else is.
-        return TraceContext(trace_id, new_span_id(), self.traces_all and self.verdicts.on(trace_id, None))
+        is_sampled = self.traces_all and self.verdicts is not None and self.verdicts.on(trace_id, None)
+        return TraceContext(trace_id, new_span_id(), is_sampled)

@@ -1,72 +1,60 @@
-"""Keep the span records of one process until the next flush: bounded, slow and failed ones first."""
+"""Write span records into the page of this process, where readers find them: so many a second, slow ones first."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from threading import Lock
+from time import monotonic
 
-from kvobs.probe.increments import Group
+from kvobs.faults import contained
+from kvobs.page.layout import ORDINARY, URGENT
+from kvobs.page.writer import PageWriter
 from kvobs.schema import signals
 from kvobs.schema.spans import Record
 
-AT_MOST = 64  # spans a flush
+PER_SECOND = 200  # spans, sustained: with more, exporting them would slow the API server
+RESERVED = 50  # of these, reserved for slow and failed ones
+GROUP_AT_MOST = 64  # spans
 
-_DROPPED = signals.slot(signals.SPANS_DROPPED, "flush")
+_DROPPED = signals.slot(signals.SPANS_DROPPED, "rate")
 
 
 class Journal:
-    """Holds records by group; a group without room is dropped as a whole, and counted.
+    """Writes records by group; a group without room is left out as a whole, and counted.
 
     It also counts the trace contexts from clients that could not be read.
     """
 
-    def __init__(self) -> None:
-        self.has_urgent = False
-        """Whether there are slow or failed spans."""
-        self._urgent: list[Group] = []
-        self._ordinary: list[Group] = []
-        self._size = 0
-        self._counts = Counter[int]()  # slot of the process -> what was counted
-        self._lock = Lock()  # a child may call from its own thread
+    def __init__(self, page: PageWriter, clock: Callable[[], float] = monotonic) -> None:
+        self._page = page
+        self._clock = clock
+        self._room, self._since = float(PER_SECOND), clock()
+        self._lock = Lock()  # a connector may call from its own thread
 
     @property
     def is_full(self) -> bool:
         """Whether there is room only for slow and failed spans."""
-        return self._size >= AT_MOST
+        return self._room_now() <= RESERVED
 
-    @property
-    def is_half_full(self) -> bool:
-        return 2 * self._size >= AT_MOST
-
+    @contained("trace")
     def add(self, group: Sequence[Record]) -> None:
-        """Keep a group until the next flush; slow and failed groups displace others."""
+        """Write a group."""
         is_urgent = any(record.is_urgent for record in group)
         with self._lock:
-            if is_urgent and sum(map(len, self._urgent)) + len(group) <= AT_MOST:
-                while self._size + len(group) > AT_MOST:
-                    size = len(self._ordinary.pop())
-                    self._size -= size
-                    self._counts[_DROPPED] += size
-            if self._size and self._size + len(group) > AT_MOST:
-                self._counts[_DROPPED] += len(group)
+            self._room, self._since = self._room_now(), self._clock()
+            ring = self._page.spans[URGENT if is_urgent else ORDINARY]
+            if self._room - len(group) >= (0 if is_urgent else RESERVED) and ring.write(group):
+                self._room -= len(group)
                 return
-            (self._urgent if is_urgent else self._ordinary).append(list(group))
-            self.has_urgent |= is_urgent
-            self._size += len(group)
+        self.drop(len(group))
 
     def drop(self, n: int = 1) -> None:
-        """Count spans that were dropped before they were written."""
-        with self._lock:
-            self._counts[_DROPPED] += n
+        """Count spans that were left out before they were written."""
+        self._page.add(_DROPPED, n)
 
     def note_malformed(self, source: str) -> None:
         """Count a malformed context; ``source`` is a label value of kvobs_malformed_contexts_total."""
-        with self._lock:
-            self._counts[signals.slot(signals.MALFORMED_CONTEXTS, source)] += 1
+        self._page.add(signals.slot(signals.MALFORMED_CONTEXTS, source), 1)
 
-    def take(self) -> tuple[list[Group], Mapping[int, int]]:
-        """Return the groups since the last call, slow and failed ones first, and what was counted, by slot."""
-        with self._lock:
-            groups, counts = [*self._urgent, *self._ordinary], self._counts
-            self._urgent, self._ordinary, self._size, self._counts = [], [], 0, Counter()
-            self.has_urgent = False
-        return groups, counts
+    def _room_now(self) -> float:
+        return min(PER_SECOND, self._room + (self._clock() - self._since) * PER_SECOND)

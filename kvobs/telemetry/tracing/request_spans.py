@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kvobs.schema import spans
 from kvobs.schema.spans import Reason, Record, Span, Value
 from kvobs.state.transfers import NO_RESULT, Gain, Load, LookupResult, Save, WrongBlocks
-from kvobs.telemetry.tracing.journal import AT_MOST, Journal
+from kvobs.telemetry.tracing.journal import GROUP_AT_MOST, Journal
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, TraceContext, external_id, new_span_id
 
@@ -114,10 +114,13 @@ class RequestSpans:
             attributes |= {spans.CONNECTOR: self._names[owner], spans.TOKENS: tokens}
         self._journal.add([opened.record(spans.LOOKUP, trace.began_ns, trace.ended_ns, reason, attributes)])
 
+    def is_slow(self, load: Load) -> bool:
+        """Return whether a load took so long that its span is always written."""
+        return load.duration_ns > (self._tracing.slow_load_ns if load.is_async else self._tracing.slow_sync_load_ns)
+
     def loaded(self, opened: Opened, load: Load, gain: Gain | None = None) -> None:
         """Write the spans of a finished load; ``gain`` is None if unknown."""
-        limit = self._tracing.slow_load_ns if load.is_async else self._tracing.slow_sync_load_ns
-        reason = opened.trace.why(is_slow=load.duration_ns > limit, has_failed=load.failed)
+        reason = opened.trace.why(is_slow=self.is_slow(load), has_failed=load.failed)
         if reason is None:
             return
         mode = "async" if load.is_async else "sync"
@@ -184,7 +187,7 @@ class RequestSpans:
         """
         same = {key: head.attributes[key] for key in (spans.REQUEST, spans.GEN_AI_REQUEST, spans.CONNECTOR)}
         group = [head]
-        for rank in sorted(heapq.nlargest(AT_MOST - 1, more, key=lambda rank: transfer.ranks[rank].spent_ns)):
+        for rank in sorted(heapq.nlargest(GROUP_AT_MOST - 1, more, key=lambda rank: transfer.ranks[rank].spent_ns)):
             ended_ns = transfer.ranks[rank].time_ns
             start_ns = transfer.ranks[rank].began_ns or ended_ns
             ids = head.trace_id, new_span_id(), head.span_id

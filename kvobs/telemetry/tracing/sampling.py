@@ -24,10 +24,12 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 class TracingSettings:
     """The tracing settings of an engine.
 
-    ``endpoint`` is vLLM's option, None if the standard environment variables set it. Loads longer than ``slow_load_ns``
-    and ``slow_sync_load_ns`` are traced even if not sampled.
+    With ``is_on`` spans are exported; else only those of slow and failed loads and calls are written, for readers on
+    the host. ``endpoint`` is vLLM's option, None if the standard environment variables set it. Loads longer than
+    ``slow_load_ns`` and ``slow_sync_load_ns`` are traced even if not sampled.
     """
 
+    is_on: bool
     has_calls: bool
     propagates: bool
     slow_load_ns: int
@@ -35,16 +37,16 @@ class TracingSettings:
     endpoint: str | None
 
     @classmethod
-    def of(cls, options: Options, vllm_config: Any) -> TracingSettings | None:
-        """Return the settings; None if nothing is traced: no OTLP endpoint, level "off", or OTEL_SDK_DISABLED."""
+    def of(cls, options: Options, vllm_config: Any) -> TracingSettings:
+        """Return the settings; it is off without an OTLP endpoint, with level "off", or OTEL_SDK_DISABLED."""
         endpoint = getattr(getattr(vllm_config, "observability_config", None), "otlp_traces_endpoint", None)
         has_endpoint = bool(endpoint or os.environ.get(TRACES_ENDPOINT) or os.environ.get(ENDPOINT))
         level = options.tracing.level or ("requests" if has_endpoint else "off")
-        if level == "off" or not has_endpoint or is_disabled():
-            return None
+        is_on = level != "off" and has_endpoint and not is_disabled()
         return cls(
-            has_calls=level == "calls",
-            propagates=options.tracing.propagate,
+            is_on=is_on,
+            has_calls=is_on and level == "calls",
+            propagates=is_on and options.tracing.propagate,
             slow_load_ns=int(options.slow_load_ms * 1e6),
             # It blocks a step, as a call does.
             slow_sync_load_ns=int(min(options.slow_load_ms, options.slow_call_ms) * 1e6),
@@ -62,12 +64,12 @@ def why_off(options: Options) -> tuple[str, list[Finding]]:
     return why, [] if level is None else [Finding(path, f"found {level!r}, but nothing is traced: {why}", fix=fix)]
 
 
-def warn_about(options: Options, tracing: TracingSettings | None) -> None:
+def warn_about(options: Options, tracing: TracingSettings) -> None:
     """Log tracing settings that do not have the expected effect."""
-    if tracing is None:
+    if not tracing.is_on:
         for warning in why_off(options)[1]:
             once("tracing:off", logging.WARNING, "%s", warning)
-    if tracing is not None and tracing.endpoint is None:
+    elif tracing.endpoint is None:
         variable = TRACES_ENDPOINT if os.environ.get(TRACES_ENDPOINT) else ENDPOINT
         text = (
             "spans are sent to the endpoint in %s, but without --otlp-traces-endpoint vLLM drops clients' trace "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _TOKENS_PER_DECODE = 16  # at most, with speculative decoding
-_LEARNED_FROM = 512  # steps at the latest; usually those of a flush
+_LEARNED_FROM = 512  # steps at the latest; usually those of two seconds
 _DECODES = 4  # steps that only decode: of more, which are much alike, a few are learned from
 _STEPS = signals.slot(signals.STEP_SECONDS)
 _PREFILLS = signals.slot(signals.ESTIMATE_PREFILLS)
@@ -81,7 +81,7 @@ class Gains(Observer):
                 self._cost.observe(spent_ns / 1e9, *work)
 
     @contained("record")
-    def flush(self, *, goes_on: bool = False) -> None:
+    def look(self, *, goes_on: bool = False) -> None:
         """Record how much more the estimate has seen; if the engine ``goes_on``, the next step learns."""
         self._learn_from = 0
         if not goes_on:

@@ -8,7 +8,7 @@ from kvobs.faults import contained
 from kvobs.log import line, log
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.state.events import Observer
+from kvobs.state.events import ObservedRequest, Observer
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import InProgress, Stuck, named_ranks
 
@@ -36,32 +36,47 @@ class OpenTransfers(Observer):
     recorder: Recorder
     ranks: int  # the number of workers that report
     stuck_after_s: float
-    _shown: set[tuple[int, str]] = field(default_factory=set, init=False)
+    changes: set[InProgress[str]] = field(default_factory=set, init=False)
+    """Those that have changed since their gauges were set."""
+    _kinds: dict[InProgress[str], tuple[int, str]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        for child, waiting in enumerate(self.lookups):
+            for kind, found in {"lookup": waiting, **self.ledger.in_flight[child]}.items():
+                self._kinds[found] = child, kind
+                self.changes |= found.changes
+                found.changes = self.changes
 
     @contained("record")
     def measure(self) -> None:
-        """Set the gauges, and log once what waits for long."""
+        """Set the gauges of what has changed."""
+        while self.changes:
+            found = self.changes.pop()
+            (child, kind), n = self._kinds[found], len(found)
+            in_flight, oldest = _GAUGES[kind]
+            self.recorder.set_gauge(child, in_flight, n)
+            self.recorder.set_gauge(child, oldest, found.oldest_ns - WALL_OFFSET if n else 0)
+            if kind in _HELD:
+                self.recorder.set_gauge(child, _HELD[kind], found.tokens)
+
+    @contained("record")
+    def log_late(self) -> None:
+        """Log once what waits for long."""
         now_ns = wall_ns()
         before_ns = now_ns - int(self.stuck_after_s * 1e9)
-        for child, waiting in enumerate(self.lookups):
-            kinds = {"lookup": waiting, **self.ledger.in_flight[child]}
-            for kind, found in kinds.items() if self._shown or any(kinds.values()) else ():
-                n = len(found)
-                if not n and (child, kind) not in self._shown:  # as most
-                    continue
-                (self._shown.add if n else self._shown.discard)((child, kind))
-                in_flight, oldest = _GAUGES[kind]
-                self.recorder.set_gauge(child, in_flight, n)
-                self.recorder.set_gauge(child, oldest, found.oldest_ns - WALL_OFFSET if n else 0)
-                if kind in _HELD:
-                    self.recorder.set_gauge(child, _HELD[kind], found.tokens)
-                late = found.take_late(before_ns)
-                # Those that some ranks have reported are stuck.
-                if late := [each for each in late if (kind, child, each[0]) not in self.ledger.incomplete]:
-                    requests, since, tokens = zip(*late, strict=True)
-                    age_s, awaited = (now_ns - since[0]) / 1e9, _AWAITED.get(kind) or named_ranks(range(self.ranks))
-                    text = "connector %r: %s of %s in progress for %.0f s, with %d tokens: waits for %s"
-                    log.warning(text, self.names[child], kind, _listed(requests), age_s, sum(tokens), awaited)
+        for found, (child, kind) in self._kinds.items():
+            late = found.take_late(before_ns) if found else ()
+            # Those that some ranks have reported are stuck.
+            if late := [each for each in late if (kind, child, each[0]) not in self.ledger.incomplete]:
+                requests, since, tokens = zip(*late, strict=True)
+                age_s, awaited = (now_ns - since[0]) / 1e9, _AWAITED.get(kind) or named_ranks(range(self.ranks))
+                text = "connector %r: %s of %s in progress for %.0f s, with %d tokens: waits for %s"
+                log.warning(text, self.names[child], kind, _listed(requests), age_s, sum(tokens), awaited)
+
+    def request_ended(self, request: ObservedRequest) -> None:
+        """Set the gauges: a client may leave while the engine makes no step."""
+        if self.changes:
+            self.measure()
 
     def awaiting_ranks(self) -> None:
         """Count and log transfers that have become stuck, each once."""

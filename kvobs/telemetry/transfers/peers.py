@@ -10,9 +10,9 @@ from kvobs.schema import spans
 from kvobs.schema.signals import OTHER_VALUE, PEER_LOAD_SECONDS, PEER_LOADS
 from kvobs.state.events import ObservedRequest, Observer
 from kvobs.state.transfers import Load, LookupResult
-from kvobs.telemetry.payload.wire import LABEL
 from kvobs.telemetry.tracing.trace_context import remote_of
 
+NAME_AT_MOST = 128  # characters
 PEERS_AT_MOST = 32  # the first ones; later ones are counted together
 
 
@@ -60,4 +60,4 @@ def peer_of(params: Any) -> str | None:
         peer = remote.get(spans.REMOTE_ENGINE)
     elif isinstance(port := params.get("remote_port"), int):
         peer = f"{peer}:{port}"
-    return peer[:LABEL] if peer is not None else None
+    return peer[:NAME_AT_MOST] if peer is not None else None

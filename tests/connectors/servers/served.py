@@ -98,7 +98,7 @@ def with_packages(*packages: str) -> dict[str, str]:
 
 def is_idle(server: Server) -> bool:
     """Say whether nothing is open any more: no request, no block, no transfer."""
-    samples = {signals.IN_FLIGHT.name: 0.0}  # it has no series where nothing was open at a flush
+    samples = {signals.IN_FLIGHT.name: 0.0}  # it has no series where nothing was ever open
     for sample in server.metrics():
         samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
     open_ones = ("vllm:num_requests_running", "vllm:num_requests_waiting", signals.IN_FLIGHT.name)

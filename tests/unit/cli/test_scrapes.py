@@ -18,14 +18,15 @@ from kvobs.cli.scrapes import (
     has_restarted,
     parse,
     parse_vllm,
+    values_of,
 )
 from kvobs.cli.top.rows import server_row
 from kvobs.cli.web import NoAnswerError, url_of
 from kvobs.schema import signals
 from kvobs.schema.signals import LOAD_DURATION, LOAD_TOKENS, LOADS, LOOKUPS
-from tests.support.payloads import stopped_clock
 from tests.support.top_engines import Engines, answering, count, exporting, serving
 from tests.support.top_rows import ERRORS, GAUGES, NOW_NS, RANKS, busy
+from tests.support.written import stopped_clock
 
 
 def test_exposed_numbers_are_read_as_they_were_counted() -> None:
@@ -85,12 +86,18 @@ def test_vllms_own_metrics_are_none_where_they_are_malformed() -> None:
         (200, "kvobs_loads_total 1\nkvobs_engine_up 0\n", "its engine has ended"),
         (200, 'kvobs_engine_ended{connector="a",hook="f",reason="SEGV"} 1\n', "has ended in f of connector a: SEGV"),
         (200, 'kvobs_engine_up 0\nkvobs_engine_ended{reason="exit 1"} 1\n', "its engine has ended: exit 1"),
+        (200, 'kvobs_engine_up{engine="0"} 0\nkvobs_engine_up{engine="1"} 0\n', "its engine has ended"),
         (200, "kvobs_loads_total x\n", "its metrics can't be read: .*'x'"),
     ],
 )
 def test_answers_that_are_no_metrics_are_named(status: int, body: str, says: str) -> None:
     with answering(status, body) as url, pytest.raises(NoAnswerError, match=says):
         fetch(url)
+
+
+def test_the_exporter_of_several_engines_is_read_while_one_of_them_runs() -> None:
+    text = 'kvobs_engine_up{engine="0"} 1\nkvobs_loads_total{engine="1"} 3\nkvobs_engine_up{engine="1"} 0\n'
+    assert values_of(text)["kvobs_loads_total", frozenset({("engine", "1")})] == 3
 
 
 def test_an_exporter_shows_what_vllms_server_shows() -> None:

@@ -5,24 +5,29 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from kvobs.cli import app
-from kvobs.probe import black_box, ring
-from kvobs.probe.black_box import BlackBox
+from kvobs.page import files, writer
+from kvobs.page.description import ConnectorInfo, EngineInfo
+from kvobs.page.layout import ENDED, HEAD, MAGIC, VERSION
+from kvobs.page.writer import PageWriter
+from tests.support.page_files import page_folder
 from tests.support.watched import NAMES, REMOTE, config, note, process
 
 S = 10**9
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(black_box, "folder", lambda: tmp_path / "pages")
-    return tmp_path / "pages"
+def folder() -> Iterator[Path]:
+    with page_folder() as made:
+        yield made
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -38,8 +43,11 @@ def described(*arguments: object) -> list[dict[str, Any]]:
     return found
 
 
-def begin(rank: int | None = 1, names: tuple[str, ...] = NAMES) -> BlackBox:
-    return black_box.begin(config("e"), names, rank, ())
+def begin(
+    rank: int | None = 1, names: tuple[str, ...] = NAMES, engine: str = "e", model: str = "tiny", **more: Any
+) -> PageWriter:
+    info = EngineInfo(tuple(map(ConnectorInfo, names)), model=model, **more)
+    return writer.begin(config(engine), writer.describe(info, rank))
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
@@ -48,7 +56,9 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def test_a_call_that_hangs_is_shown_beside_a_process_that_is_well() -> None:
+def test_a_call_that_hangs_is_shown_with_a_process_that_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = EngineInfo(tuple(map(ConnectorInfo, NAMES)), model="tiny")
+    monkeypatch.setattr(writer, "plain", lambda _: info)
     with process("e", 1, "hangs") as hanging, process("e", None, "stays after it") as well:
         code, output = run()
         (name,) = re.findall(r"\((\w+-0)\)", output)
@@ -56,7 +66,7 @@ def test_a_call_that_hangs_is_shown_beside_a_process_that_is_well() -> None:
         rank, scheduler = described()[::-1]
     assert code == 0
     lines = output.splitlines()
-    assert re.fullmatch(r"engine tiny \([0-9a-f]{8}-0\)", lines[0]), "pytest serves at no port"
+    assert re.fullmatch(r"engine tiny \([0-9a-f]{8}-0\)", lines[0]), "its port is not known"
     assert by_id[1].splitlines()[0] == lines[0]
     assert [(one["model"], one["port"]) for one in (rank, scheduler)] == [("tiny", None)] * 2
     assert lines[2:4] == [f"scheduler, pid {well.pid}: alive", "  is in no call"]
@@ -84,9 +94,9 @@ def test_an_engine_that_died_is_shown_until_the_next_start(fault: str, monkeypat
     else:
         assert "  was in start_load_kv of connector 'remote' for at least " in output
         assert found["in_progress"][0]["seconds"] < 60
-    monkeypatch.setattr("kvobs.probe.ring_files.NEW_NS", 0)
-    box = begin(0)
-    assert [process["rank"] for process in described()] == [0]
+    monkeypatch.setattr(files, "NEW_NS", 0)
+    box = begin(None, engine="next", model="")
+    assert [process["rank"] for process in described()] == [None]
     box.close()
 
 
@@ -112,7 +122,7 @@ def test_the_last_minute_is_summed_by_connector_and_hook() -> None:
 
 def test_a_busy_process_has_less_than_a_minute_and_one_that_waits_the_minute_before() -> None:
     busy, now = begin(0), time.perf_counter_ns()
-    room = (len(busy.words) - busy.ring) // ring.WORDS
+    room = busy.process.calls
     for i in range(2 * room):
         note(busy, 0, "wait_for_save", now - 39 * S + 19 * S * i // room, 1)
     waiting = begin(1)
@@ -124,9 +134,8 @@ def test_a_busy_process_has_less_than_a_minute_and_one_that_waits_the_minute_bef
     assert re.search(r"^  calls of the 19 s until \d\d:.*\n.*\n +cpu +wait_for_save +1,024 ", output, re.MULTILINE)
 
 
-def test_an_engine_has_its_port_and_ranks_alone_their_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(black_box, "served_port", lambda _: 8001)
-    boxes = begin(None), begin(1), black_box.begin(config("f"), NAMES, 2, ())
+def test_an_engine_has_its_port_and_one_without_a_model_its_id() -> None:
+    boxes = begin(None, port=8001), begin(1, port=8001), begin(2, engine="f", model="")
     titles = [line for line in run()[1].splitlines() if line.startswith("engine ")]
     assert len(titles) == 2
     assert any(re.fullmatch(r"engine tiny, port 8001 \([0-9a-f]{8}-0\)", title) for title in titles)
@@ -170,18 +179,39 @@ def test_without_pages_the_reasons_are_named_and_a_bad_page_is_left_out(folder: 
     (folder / "x-0-rank1-1-1.page").write_bytes(bytes(4096))
     (folder / "y-0-rank1-1-1.page").write_bytes(path.read_bytes()[:-8])
     (folder / "z.page").touch()
+    (folder / "v-0-rank1-1-1.page").write_bytes(HEAD.pack(MAGIC, VERSION ^ 1, 0))
+    (folder / "gone-0-rank1-1-1.page").symlink_to("/proc/999999999/fd/3")
     code, output = run()
-    assert (code, output.count(" is left out: ")) == (0, 3)
-    assert f"{folder / 'x-0-rank1-1-1.page'} is left out: it is no page of this version of kvobs" in output
-    assert f"{folder / 'y-0-rank1-1-1.page'} is left out: it is cut off" in output
+    why = re.findall(rf"^warning: {folder}/(\w).* is left out: (.*)$", output, re.MULTILINE)
+    size = path.stat().st_size
+    assert (code, sorted(why)) == (0, [
+        ("v", "another version of kvobs has written it"), ("x", "its process has not written it yet"),
+        ("y", f"it has {size - 8} bytes, and not {size}"), ("z", "its process has not written it yet"),
+    ])  # fmt: skip
     box.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_damaged_page_is_shown_as_far_as_it_can_be(seed: int, folder: Path, tmp_path: Path) -> None:
+    box = begin()
+    for i in range(9):
+        note(box, i % 2, "wait_for_save", time.perf_counter_ns(), i)
+    draw = np.random.default_rng(seed)
+    words = np.frombuffer(box.words, np.int64)
+    wild = draw.integers(-(2**63), 2**63 - 1, len(words), np.int64)
+    words[...] = np.where(draw.random(len(words)) < (0.01, 0.5, 1)[seed % 3], wild, words)
+    for arguments in ([], ["--json"], ["--chrome", tmp_path / "trace"]):
+        code, output = run(*arguments)
+        assert (code, "rank" in output) == (0, True), output
+    assert events_of(tmp_path / "trace")
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_a_process_that_ends_well_says_so_while_its_page_is_there() -> None:
     box = begin()
-    box.words[black_box.ENDED] = 1
+    box.words[ENDED] = 1
     assert described()[0]["state"] == "ended well"
-    box.words[black_box.ENDED] = 0
+    box.words[ENDED] = 0
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector import utils as stock
 from kvobs.connectors.block_copies import BlockCopies, block_dims
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
+from tests.support.numbers import taken
 
 BLOCKS = 16
 
@@ -27,7 +28,7 @@ class Vllms:
 
 def counted(recorder: Recorder, child: int, direction: str) -> int:
     place = signals.PROCESS_WIDTH + child * signals.CHILD_WIDTH + signals.slot(signals.BLOCK_COPY_BYTES, direction)
-    return recorder.take().counts.get(place, 0)
+    return taken(recorder).counts.get(place, 0)
 
 
 def caches(fill: float = 0, device: str = "cpu") -> dict[str, torch.Tensor]:

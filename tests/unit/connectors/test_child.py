@@ -22,6 +22,7 @@ from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config
 from kvobs.vllm_api.hooks import HOOKS, Cadence, is_empty
 from kvobs.vllm_api.versions import hooks
 from tests.engine.children_stats import IdleChild
+from tests.support.numbers import taken
 from tests.support.probes import counts
 from tests.support.rig import child_config
 
@@ -196,9 +197,9 @@ def test_kv_events_are_counted_by_type_and_medium_and_passed_on() -> None:
 
     child, recorder = made(Publishes)
     assert child.take_events() == tuple(events)
-    counts = recorder.take().counts
+    grown = taken(recorder).counts
     seen = {
-        (kind, medium): counts.get(place(0, slot(KV_EVENTS, kind, medium)), 0)
+        (kind, medium): grown.get(place(0, slot(KV_EVENTS, kind, medium)), 0)
         for kind in KV_EVENTS.labels["type"]
         for medium in KV_EVENTS.labels["medium"]
     }
@@ -218,8 +219,8 @@ def test_saved_tokens_are_those_of_events_with_tokens_of_one_group() -> None:
     events = [stored(16, "CPU"), stored(32, "cpu", 1), stored(16, "cpu", 0), stored(48, "STORAGE", 1), stored(8, None)]
     recorder = Recorder(1)
     count_events(recorder, 0, [*events, stored(0, "STORAGE"), BlockRemoved([1], "cpu"), odd], group=1)
-    counts = recorder.take().counts
-    saved = {medium: counts.get(place(0, slot(SAVE_TOKENS, medium))) for medium in SAVE_TOKENS.labels["medium"]}
+    grown = taken(recorder).counts
+    saved = {medium: grown.get(place(0, slot(SAVE_TOKENS, medium))) for medium in SAVE_TOKENS.labels["medium"]}
     assert saved == {"cpu": 48, "storage": 48, "other": 8}
     count_events(recorder, 0, [stored(0, "cpu")], group=0)
-    assert place(0, slot(SAVE_TOKENS, "cpu")) not in recorder.take().counts, "unknown is not zero"
+    assert place(0, slot(SAVE_TOKENS, "cpu")) not in taken(recorder).counts, "unknown is not zero"

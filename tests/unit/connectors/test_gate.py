@@ -13,6 +13,7 @@ from kvobs.connectors.gate import AT_ANY_TIME, Gate, ends_for_good
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.vllm_api.hooks import HOOKS, Cadence
+from tests.support.numbers import taken
 
 IN_STEP = {name for name, hook in HOOKS.items() if hook.cadence in (Cadence.REQUEST, Cadence.STEP)}
 
@@ -47,7 +48,7 @@ def test_a_malformed_answer_is_a_counted_failure_with_its_text() -> None:
     ((hook, args, error, _),) = failures
     assert (hook, args, type(error)) == ("get_num_new_matched_tokens", ("r", 0), MalformedAnswerError)
     assert str(error).startswith("answered (inf, True); allowed: None, or how many tokens")
-    (counted,) = made._recorder.take().opened
+    (counted,) = taken(made._recorder).opened
     assert counted == [signals.CALL_ERRORS.name, 0, "get_num_new_matched_tokens", "MalformedAnswerError", 1]
 
 
@@ -165,10 +166,10 @@ def test_a_load_has_begun_when_the_call_came_back() -> None:
 def test_errors_between_layers_are_counted_once_and_the_call_is_not() -> None:
     recorder = Recorder(1)
     Gate(0, recorder).guard_layer("save_kv_layer", raising)("layer.0", 1, 2)
-    taken = recorder.take()
-    assert taken.opened == [[signals.CALL_ERRORS.name, 0, "save_kv_layer", "OSError", 1]]
+    grown = taken(recorder)
+    assert grown.opened == [[signals.CALL_ERRORS.name, 0, "save_kv_layer", "OSError", 1]]
     first = signals.PROCESS_WIDTH + signals.slot(signals.CALL_DURATION, "save_kv_layer")
-    assert not [slot for slot in taken.counts if first <= slot < first + len(signals.CALL_DURATION.bounds) + 2]
+    assert not [slot for slot in grown.counts if first <= slot < first + len(signals.CALL_DURATION.bounds) + 2]
 
 
 def test_hooks_called_once_fail_for_good() -> None:

@@ -9,6 +9,7 @@ from kvobs.connectors.specs import StoreSizes, load_ends_save
 from kvobs.probe.recorder import Recorder
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.testing import Script
+from tests.support.numbers import taken
 
 
 def test_whose_load_ends_its_promised_save_is_known_by_class_also_within_a_router_of_vllm() -> None:
@@ -38,9 +39,9 @@ def test_a_size_is_known_if_options_state_all_of_it(name: str, options: Any, cop
     spec: Any = SimpleNamespace(index=0, connector_class=type(name, (), {}), transfer_config=transfer)
     sizes = StoreSizes(recorder, [spec], 4, copies)
     sizes.laid_out(CacheLayout((16,), (4 * 8 * 16,), is_full=False))
-    assert not recorder.take().gauges
+    assert not taken(recorder).gauges
     sizes.laid_out(CacheLayout((16,), (8 * 16,), is_full=True))
-    assert sum(recorder.take().gauges.values()) == tokens
+    assert sum(taken(recorder).gauges.values()) == tokens
 
 
 TIERS = OF_ALL | {"secondary_tiers": [{"type": "fs"}]}

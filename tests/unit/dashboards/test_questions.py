@@ -14,7 +14,7 @@ STEADY, RISING = "0+0x20", "0+60x20"  # one sample a minute: a rate of 0, and of
 
 def child(name: str, **counters: str) -> dict[str, str]:
     """Return a child's series: that it is configured, and counters that rise by 60 a minute or stand still."""
-    made = {f'kvobs_connector_info{{connector="{name}",index="0"}}': "1x20"}
+    made = {f'kvobs_connector_info{{connector="{name}",index="0"}}': "1x20", "kvobs_local_cache_tokens{}": "9000x20"}
     for key, values in counters.items():
         metric, _, value = key.partition("__")
         label = f',outcome="{value}"' if value else ""
@@ -122,7 +122,7 @@ def test_every_measure_of_the_states_is_asked_for() -> None:
 def on(number: int, series: dict[str, str]) -> dict[str, str]:
     """Return series of an engine with this number."""
     of = f',job="j",instance="gpu-{number}:8000",model_name="m",engine="0"}}'
-    return {name.replace("}", of): values for name, values in series.items()}
+    return {name.replace("}", of).replace("{,", "{"): values for name, values in series.items()}
 
 
 FAILING_MOST = questions.none_if_empty(f"topk(1, ({questions.failing_share(*by_connector)}) > 0)")
@@ -143,6 +143,14 @@ def test_verdict_is_the_one_failing_engine_of_64(tmp_path: Path) -> None:
     assert answers(tmp_path, series, questions.verdict(*by_connector)) == {"disk": 1}, "OK: the mean hides it"
     worst = promql.worst(f"({questions.failing_share(*by_engine)}) > 0")
     assert answers(tmp_path, series, worst, label="instance") == {"gpu-0:8000": 0.5}
+
+
+def test_an_exception_of_ranks_on_another_host_makes_no_engine_fail(tmp_path: Path) -> None:
+    of_ranks = {'kvobs_connector_info{connector="disk"}': "1x20", 'kvobs_call_errors_total{connector="disk"}': RISING}
+    series = fleet(1, 0) | on(9, of_ranks)
+    assert answers(tmp_path, series, questions.engines_failing()) == {"": 0}
+    assert answers(tmp_path, series, questions.failing_share(*by_engine), label="instance") == {"gpu-0:8000": 0}
+    assert answers(tmp_path, series, questions.failures(*by_connector)) == {"disk": 1}, "it is shown"
 
 
 def test_slowest_engine_of_256_is_named(tmp_path: Path) -> None:
@@ -175,16 +183,23 @@ def test_alerts_that_fire_are_those_of_what_is_chosen_and_those_without_such_lab
 
 
 def test_engines_are_down_that_ended_or_are_not_scraped(tmp_path: Path) -> None:
-    def down(up: str, engine_up: str = "1x20", built: str = "1x20") -> dict[str, float]:
-        series = {"up{}": up, "kvobs_build_info{}": built, "kvobs_engine_up{}": engine_up}
-        host = HOST.removeprefix(",")
-        series = {name.replace("{}", f"{{{host}}}"): values for name, values in series.items()}
-        return answers(tmp_path, series | {'up{job="node",instance="i"}': "0x20"}, questions.engines_down())
+    def down(up: str, *engines_up: str, known: str = "9000x20") -> dict[str, float]:
+        """With a second host of each engine, and a target of another job."""
+        engine, others = HOST.removeprefix(","), {'up{job="node",instance="i"}': "0x20"}
+        for host, has_core in (("i", True), ("j", False)):
+            others[f'up{{job="j",instance="{host}"}}'] = up
+            for number, engine_up in enumerate(engines_up or ("1x20",)):
+                of = engine.replace('engine="0"', f'engine="{number}"').replace('"i"', f'"{host}"')
+                others[f"kvobs_engine_up{{{of}}}"] = engine_up
+                others |= {f"kvobs_local_cache_tokens{{{of}}}": known} if has_core else {}
+        return answers(tmp_path, others, questions.engines_down())
 
     assert down("1x20") == {"": 0}
-    assert down("1x20", engine_up="1x9 0x11") == {"": 1}
-    assert down("1x2 0x18", "1x2 _x18", "1x2 _x18") == {"": 1}
-    assert down("1x2 _x18", "1x2 _x18", "1x2 _x18") == {}, "a target that was removed"
+    assert down("1x20", "1x9 0x11") == {"": 1}
+    assert down("1x20", "1x9 0x11", "1x20") == {"": 1}, "one of two behind an exporter"
+    assert down("1x2 0x18", "1x2 _x18", known="9000x2 _x18") == {"": 1}
+    assert down("1x2 0x18", "1x2 _x18", "1x2 _x18", known="9000x2 _x18") == {"": 2}
+    assert down("1x2 _x18", "1x2 _x18", known="9000x2 _x18") == {}, "a target that was removed"
 
 
 def test_the_gain_is_what_is_saved_without_what_is_waited(tmp_path: Path) -> None:
@@ -224,7 +239,8 @@ def test_the_share_of_prompt_tokens_by_either_name_and_from_another_job(tmp_path
 @pytest.mark.parametrize("host", ["gpu-1", "10.0.0.1", "[fd00::1]"])
 def test_the_exporter_and_its_server_are_one_host_whatever_their_ports(tmp_path: Path, host: str) -> None:
     of = ',job="{}",instance="{}",model_name="{}",engine="0"}}'.format
-    series = {name.replace("}", of("kvobs", f"{host}:9464", "m")): values for name, values in child("cpu").items()}
+    own = of("kvobs", f"{host}:9464", "m")
+    series = {name.replace("}", own).replace("{,", "{"): values for name, values in child("cpu").items()}
     for at, model in ((f"{host}:8000", "m"), (f"{host}:8001", "another"), ("gpu-2:8000", "m")):
         series["vllm:prompt_tokens_total{x" + '="1"' + of("vllm", at, model)] = "0+240x20"
         series["vllm:prompt_tokens_by_source_total{source" + '="external_kv_transfer"' + of("vllm", at, model)] = RISING

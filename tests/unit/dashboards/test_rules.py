@@ -56,7 +56,7 @@ def test_an_alert_says_all_that_it_must(name: str) -> None:
     assert "{{" not in annotations["summary"]
     assert annotations["summary"].endswith(".")
     assert "$value" in annotations["description"] or name in (
-        "KvobsJobMissing", "KvobsEngineEnded", "KvobsTelemetryStale",
+        "KvobsJobMissing", "KvobsEngineEnded",
     )  # fmt: skip
     assert f"$labels.{'instance' if 'instance' in BY_NAME[name].about else 'job'}" in annotations["description"]
     assert annotations["runbook_url"] == f"{RUNBOOK}#{name.lower()}"
@@ -101,7 +101,7 @@ def section_queries(name: str) -> list[str]:
 
 
 def test_recorded_names_say_level_metric_and_operation() -> None:
-    known = {re.sub(r"_total$|_timestamp_seconds$", "", signal.name) for signal in SIGNALS}
+    known = {re.sub(r"_total$", "", signal.name) for signal in SIGNALS}
     for record in RECORDED:
         level, metric, operation = record.split(":")
         assert metric in known | {"kvobs_load_seconds_per_token", "kvobs_scheduler_seconds", *(
@@ -131,8 +131,7 @@ FURTHER = {
     "KvobsCorruptLoads": {"rank"}, "KvobsLoadsHideFailures": {"host"},
     "KvobsInternalErrors": {"where"}, "KvobsCallHangs": {"hook", "rank"},
     "KvobsEngineEnded": {"connector", "hook", "reason"}, "KvobsRequestsNotResumed": {"connector", "kind", "host"},
-    "KvobsTelemetryStale": {"host"}, "KvobsLoadUnfinished": {"kind"}, "KvobsLookupUnanswered": {"kind"},
-    "KvobsSaveBacklog": {"kind"},
+    "KvobsLoadUnfinished": {"kind"}, "KvobsLookupUnanswered": {"kind"}, "KvobsSaveBacklog": {"kind"},
 }  # fmt: skip
 """Labels of an alert's series beyond those that it is about."""
 

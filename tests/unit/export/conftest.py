@@ -1,4 +1,4 @@
-"""Cutters of spans, and a folder for the ends of engines."""
+"""Cutters of spans, and a folder for the pages of a test."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter
 
-from kvobs.export import engine_watch, span_export
+from kvobs.export import span_export
 from tests.support.contexts import no_otel_variables
 from tests.support.cutters import Cutter, Make
+from tests.support.page_files import page_folder
 
 
-@pytest.fixture(autouse=True)
-def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(engine_watch, "folder", lambda: tmp_path / "ends")
-    return tmp_path / "ends"
+@pytest.fixture(autouse=True, scope="module")
+def folder() -> Iterator[Path]:
+    """Let all pages of a module's tests be in a new folder."""
+    with page_folder() as made:
+        yield made
 
 
 @pytest.fixture

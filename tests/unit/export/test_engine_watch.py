@@ -1,12 +1,11 @@
 """The calls that an engine's processes are in, and the one that it died in, are seen from outside: real processes."""
 
+import dataclasses
 import logging
 import os
 import signal
-import stat
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -14,12 +13,15 @@ from uuid import uuid4
 import pytest
 
 from kvobs.export import engine_watch
-from kvobs.export.engine_watch import NOT_SEEN, PREVIOUS_S, STOPPED, End, EngineWatch
+from kvobs.export.engine import Engine
+from kvobs.export.engine_watch import NOT_SEEN, STOPPED, EngineWatch
 from kvobs.log import forget
-from kvobs.probe.black_box import SUFFIX, Call, Identity, folder
-from kvobs.vllm_api.proc import launch
-from tests.support.payloads import engine as described
+from kvobs.page import reader
+from kvobs.page.description import End, Identity
+from kvobs.page.previous import SHOWN_S
+from kvobs.page.reader import Call, Page, names_of
 from tests.support.watched import config, process
+from tests.support.written import Pages
 
 
 @pytest.fixture
@@ -27,14 +29,18 @@ def engine() -> str:
     return f"engine-{uuid4()}"
 
 
-def name(engine: str) -> str:
-    return Identity.of(config(engine)).pages()
+def watched(engine: str, **more: bool) -> EngineWatch:
+    return EngineWatch(Engine(f"{Identity.of(config(engine)).server}-0-"), **more)
+
+
+def pages_of(watch: EngineWatch) -> tuple[Page, ...]:
+    return watch._engine.all()
 
 
 @pytest.fixture
 def watch(engine: str) -> EngineWatch:
     forget()
-    return EngineWatch(described(pages=name(engine), ranks=(0, 1), model=engine))
+    return watched(engine)
 
 
 def until(condition: Callable[[], object], seconds: float = 120) -> None:
@@ -53,8 +59,8 @@ def test_a_call_that_hangs_is_shown_with_its_age(fault: str, rank: int | None, e
         assert call[:3] == ("remote", "start_load_kv", rank)
         assert (time.perf_counter_ns() - call.since_ns) / 1e9 > 1
         where = "scheduler" if rank is None else "rank 1"
-        assert watch.states()[where] == "start_load_kv of remote"
-        assert NOT_SEEN in watch.states().values()
+        others = {"rank 0": NOT_SEEN} if rank is None else {}
+        assert watch.states() == {where: "start_load_kv of remote", **others}
     until(lambda: not watch.calls())
 
 
@@ -62,7 +68,7 @@ def test_a_call_that_returns_is_not_shown(engine: str, watch: EngineWatch) -> No
     with process(engine, 0, "returns") as ended:
         os.waitpid(ended.pid, 0)
         assert not watch.calls()
-        assert not [one for one in os.listdir(folder()) if one.startswith(name(engine))], "its page is removed"
+        assert not names_of(watch._engine.name), "its page is removed"
 
 
 @pytest.mark.parametrize("way", ["hangs", "holds the GIL"])
@@ -89,7 +95,7 @@ def test_a_call_hangs_after_ten_seconds(
 ) -> None:
     monkeypatch.setattr(EngineWatch, "look", lambda _: time.sleep(0.1))
     monkeypatch.setattr(time, "perf_counter_ns", lambda: 10**15)
-    watch, call = EngineWatch(described()), Call("remote", "wait_for_save", 0, 10**15 - age_s * 10**9)
+    watch, call = watched("none"), Call("remote", "wait_for_save", 0, 10**15 - age_s * 10**9)
     monkeypatch.setattr(watch, "calls", lambda: [call])
     watch._log_hanging()
     assert (f"has been in wait_for_save on rank 0 for {age_s} s" in caplog.text) is is_logged
@@ -113,7 +119,7 @@ def test_the_call_that_the_engine_died_in_is_named(  # noqa: PLR0917 - a table's
 
 def test_an_end_outside_of_calls_blames_nobody(engine: str, watch: EngineWatch) -> None:
     with process(engine, 0, "hangs") as other, process(engine, None, "stays after it", "save_kv_layer") as dead:
-        until(lambda: len(watch._pages) == 2)
+        until(lambda: len(pages_of(watch)) == 2)
         os.kill(dead.pid, signal.SIGKILL)
         time.sleep(0.15)  # vLLM takes longer until it kills the others upon it
         os.kill(other.pid, signal.SIGKILL)
@@ -135,9 +141,9 @@ def test_engine_killed_whole_reports_only_a_call_that_hung(  # noqa: PLR0917 - i
     The kernel frees a worker's memory for seconds, in which it seems to be alive.
     """
     with process(engine, 0, "stays after it") as worker, process(engine, None, fault) as core:
-        until(lambda: len(watch._pages) == 2 and (fault != "hangs" or watch.calls()))
+        until(lambda: len(pages_of(watch)) == 2 and (fault != "hangs" or watch.calls()))
         if has_memory:
-            monkeypatch.setattr(engine_watch, "is_ending", lambda pid: pid in (worker.pid, core.pid))
+            monkeypatch.setattr(reader, "is_ending", lambda pid: pid in (worker.pid, core.pid))
         for each in (core,) if has_memory else (worker, core):
             os.kill(each.pid, signal.SIGKILL)
         hung = End("remote", "start_load_kv", None, "SIGKILL")
@@ -156,11 +162,14 @@ def test_a_rank_that_is_alone_on_its_host_was_not_stopped_if_it_worked_and_its_p
 ) -> None:
     monkeypatch.setattr(engine_watch, "IDLE_NS", idle_ns)
     monkeypatch.setattr(engine_watch, "is_ending", lambda pid: pid != os.getpid() or parent == "ends")
-    host = described(pages=name(engine), ranks=(1,), model=engine, has_core=False, parent=os.getpid() if parent else 0)
-    watch = EngineWatch(host)
-    assert watch.states() == {"rank 1": NOT_SEEN}
+    watch = watched(engine)
+    assert watch.states() == {}
     with process(engine, 1, "stays after it") as rank:
-        until(lambda: watch._pages and next(iter(watch._pages.values())).worked_ns)
+        until(lambda: pages_of(watch) and pages_of(watch)[0].worked_ns)
+        (page,) = pages_of(watch)
+        assert page.process.parent == os.getpid()
+        if parent is None:
+            page.process = dataclasses.replace(page.process, parent=0)
         os.kill(rank.pid, signal.SIGKILL)
         assert watch.ended() == (End("", "", 1, "SIGKILL") if is_named else None)
 
@@ -168,24 +177,12 @@ def test_a_rank_that_is_alone_on_its_host_was_not_stopped_if_it_worked_and_its_p
 def test_an_exception_that_the_engine_survives_is_not_its_end(engine: str, watch: EngineWatch) -> None:
     """Whatever kvobs thinks of vLLM: a process that calls connectors goes on."""
     with process(engine, 1, "raises, and goes on"):
-        until(lambda: watch._pages)
+        until(lambda: pages_of(watch))
         assert watch.end is None
 
 
-def test_pages_of_the_dead_are_removed_by_the_next_start(engine: str, watch: EngineWatch) -> None:
-    with process(engine, 0, "is killed") as dead:
-        os.waitpid(dead.pid, 0)
-    (left,) = (one for one in os.listdir(folder()) if one.startswith(name(engine)))
-    old = left.replace(left.rsplit("-", 2)[1], "1")
-    (folder() / left).rename(folder() / old)
-    with process(f"{engine}-next", 0, "hangs"):
-        names = os.listdir(folder())
-        assert old not in names
-        assert [one for one in names if one.endswith(SUFFIX)]
-
-
 def test_the_end_is_logged_at_once_by_a_watch_that_nobody_asks(engine: str, caplog: pytest.LogCaptureFixture) -> None:
-    watch = EngineWatch(described(pages=name(engine), model=engine), logs_end=True)
+    watch = watched(engine, logs_end=True)
     with process(engine, 0, "exits"):
         until(lambda: watch.end)
     assert "the engine has ended in start_load_kv of connector 'remote' on rank 0: exit 3" in caplog.text
@@ -214,52 +211,24 @@ def test_a_stopped_process_is_named_and_no_connector(
 def test_after_a_watch_that_stood_ages_begin_again(gap_s: int, is_shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineWatch, "look", lambda _: time.sleep(0.1))
     monkeypatch.setattr(time, "perf_counter_ns", lambda: 10**15)
-    watch, call = EngineWatch(described()), Call("remote", "wait_for_save", 0, 0)
-    page: Any = SimpleNamespace(rank=0, pid=os.getpid(), is_alive=True, calls=lambda: [call], halted_ns=0)
-    watch._pages["page"] = page
+    watch, call = watched("none"), Call("remote", "wait_for_save", 0, 0)
+    page: Any = SimpleNamespace(
+        rank=0, pid=os.getpid(), is_alive=True, is_stopped=False, calls=lambda: [call], halted_ns=0
+    )
+    watch._engine.pages["page"] = page
     watch._looked_ns = 10**15 - gap_s * 10**9
     assert watch.calls() == ([call] if is_shown else [])
 
 
-def test_the_next_life_reports_the_end_once(engine: str, ends: Path, caplog: pytest.LogCaptureFixture) -> None:
-    watch = EngineWatch(described(pages=name(engine), model=engine))
-    with process(engine, 1, "returns"), process(engine, 1, "raises"):
-        until(lambda: watch.end)
-        assert not list(ends.iterdir()), "nothing is written before the end"
-        end = watch.ended()
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (ends, *ends.iterdir())] == [0o700, 0o600]
-    others = {"model": "another"}, {"index": 1}, {"port": 9464}, {"launch": launch(os.getpid())}
-    assert [EngineWatch(described(**{"model": engine, **other})).previous for other in others] == [None] * 4
-    next_life = EngineWatch(described(model=engine))
-    assert (next_life.previous, next_life.end) == (end, None)
-    assert "the previous engine ended in start_load_kv of connector 'remote' on rank 1: RuntimeError, " in caplog.text
-    assert EngineWatch(described(model=engine)).previous is None
-    next_life._previous_until = 0
-    until(lambda: next_life.previous is None)
-
-
-MALFORMED = "the last end of the engine can't be read: "
-
-
-@pytest.mark.parametrize(
-    ("text", "age_s", "end"),
-    [
-        (b'["", "", null, "exit 1"]', PREVIOUS_S - 60, End("", "", None, "exit 1")),
-        (b'["", "", null, "exit 1"]', PREVIOUS_S + 1, None),
-        (b'["", "", null, "exit 1"]', -60, None),  # the clock was set back
-        *((text, 0, MALFORMED) for text in (b"", b"\xff", b"{}", b"[1]", b'["a", "no_hook", null, "b"]')),
-        (b'["a", "", 1.5, "b"]', 0, MALFORMED),
-        (b'["' + b"a" * 5000 + b'", "", null, "b"]', 0, MALFORMED),
-    ],
-)
-def test_an_end_that_is_old_or_malformed_is_not_shown(
-    text: bytes, age_s: float, end: End | str | None, ends: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    forget()
-    watch = EngineWatch(described())
-    ends.mkdir(exist_ok=True)
-    (path := ends / watch._file).write_bytes(text)
-    os.utime(path, (time.time() - age_s,) * 2)
-    assert EngineWatch(described()).previous == (None if end == MALFORMED else end)
-    assert caplog.text.count(MALFORMED) == (end == MALFORMED)
-    assert not list(ends.iterdir())
+def test_the_end_of_the_previous_life_is_shown_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a quarter of an hour, of which some had passed at the start."""
+    end, now = End("remote", "start_load_kv", 1, "SIGKILL"), time.time()
+    pages = Pages()
+    watch = EngineWatch(pages.engine())
+    assert watch.previous is None
+    (page,) = watch._engine.all()
+    page.process = dataclasses.replace(page.process, previous=end, previous_ago_s=60.0)
+    for later_s, shown in ((0, end), (SHOWN_S - 61, end), (SHOWN_S - 59, None)):
+        monkeypatch.setattr(time, "time", lambda later_s=later_s: now + later_s)
+        assert watch.previous == shown
+    assert watch.end is None

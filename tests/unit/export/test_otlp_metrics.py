@@ -1,6 +1,5 @@
 """What is sent by OTLP is what is scraped: the same series, totals or differences, exemplars and buckets."""
 
-import socket
 import threading
 import time
 from itertools import chain
@@ -16,15 +15,12 @@ from opentelemetry.sdk.metrics import Counter, Histogram
 from opentelemetry.sdk.metrics.export import AggregationTemporality, MetricExporter, MetricExportResult, MetricsData
 
 from kvobs import faults
-from kvobs.export import process
 from kvobs.export.otlp_metrics import INTERVAL, MetricsPush, interval_s, make_metric_exporter
 from kvobs.export.totals import Totals
-from kvobs.probe.increments import Increments
 from kvobs.schema import signals, spans
 from kvobs.schema.signals import LOAD_DURATION, LOOKUPS, Kind, labelnames, place, slot
-from kvobs.telemetry.payload import wire
 from tests.support.contexts import no_otel_variables, record
-from tests.support.payloads import engine, numbers, stopped_clock
+from tests.support.written import Numbers, Pages, numbers, stopped_clock
 
 DELTA, CUMULATIVE = AggregationTemporality.DELTA, AggregationTemporality.CUMULATIVE
 HIT = place(0, slot(LOOKUPS, "hit"))
@@ -68,7 +64,7 @@ class Kept(MetricExporter):
 
 
 def push(totals: Totals, exporter: MetricExporter) -> MetricsPush:
-    return MetricsPush(totals, lambda: None, 5, exporter)
+    return MetricsPush(totals.series, 5, exporter)
 
 
 def scraped(totals: Totals) -> Sent:
@@ -80,24 +76,26 @@ def scraped(totals: Totals) -> Sent:
 
 
 @given(st.lists(numbers(), max_size=3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @stopped_clock()
-def test_totals_are_those_of_a_scrape(parts: list[Increments]) -> None:
-    totals, kept = Totals(engine()), Kept()
+def test_totals_are_those_of_a_scrape(parts: list[Numbers]) -> None:
+    pages, kept = Pages(None, 0), Kept()
+    totals = pages.totals()
     pushing = push(totals, kept)
-    for part in parts:
-        totals.add(part)
+    for i, part in enumerate(parts):
+        part.add_to(pages.writers[i % 2])
         pushing.send()
         assert kept.points() == scraped(totals)
 
 
 @given(st.lists(st.tuples(numbers(), st.booleans()), max_size=4))
-@settings(max_examples=50, deadline=None)
-def test_differences_add_up_to_the_totals_whatever_is_not_taken(parts: list[tuple[Increments, bool]]) -> None:
-    totals, kept = Totals(engine()), Kept(DELTA)
+@settings(max_examples=30, deadline=None)
+def test_differences_add_up_to_the_totals_whatever_is_not_taken(parts: list[tuple[Numbers, bool]]) -> None:
+    pages, kept = Pages(None, 0), Kept(DELTA)
+    totals = pages.totals()
     pushing = push(totals, kept)
-    for part, takes in [*parts, (Increments({}, [], {}), True)]:
-        totals.add(part)
+    for i, (part, takes) in enumerate([*parts, (Numbers({}, {}, {}), True)]):
+        part.add_to(pages.writers[i % 2])
         kept.takes = takes
         pushing.send()
     sums: Sent = {}
@@ -113,10 +111,11 @@ def test_differences_add_up_to_the_totals_whatever_is_not_taken(parts: list[tupl
 
 
 def test_kinds_units_buckets_and_times_are_those_of_the_table() -> None:
-    totals, kept = Totals(engine()), Kept()
-    first = place(0, slot(LOAD_DURATION, "async"))
-    totals.add(Increments({HIT: 1, first: 1, place(0, slot(signals.LOAD_BYTES)): 8}, [], {}))
-    push(totals, kept).send()
+    pages, kept = Pages(), Kept()
+    for at in (HIT, place(0, slot(LOAD_DURATION, "async"))):
+        pages.add(at)
+    pages.add(place(0, slot(signals.LOAD_BYTES)), 8)
+    push(pages.totals(), kept).send()
     (resource,) = kept.sent[0].resource_metrics
     (scope,) = resource.scope_metrics
     metrics = {metric.name: metric for metric in scope.metrics}
@@ -135,9 +134,11 @@ def test_kinds_units_buckets_and_times_are_those_of_the_table() -> None:
 
 def test_a_metric_without_series_is_not_sent_and_an_age_is_0_without_anything_in_progress() -> None:
     """In OTLP a metric without points has no kind, and a gauge that is left out keeps its last value."""
-    totals, kept = Totals(engine()), Kept()
-    for begun, ages in (({}, []), ({OLDEST: time.perf_counter_ns() - 10**10}, [10]), ({OLDEST: 0}, [0])):
-        totals.add(Increments({}, [], begun))
+    pages, kept = Pages(), Kept()
+    totals = pages.totals()
+    for begun, ages in ((None, []), (time.perf_counter_ns() - 10**10, [10]), (0, [0])):
+        if begun is not None:
+            pages.writers[0].set_gauge(OLDEST, begun)
         push(totals, kept).send()
         metrics = [m for r in kept.sent[-1].resource_metrics for s in r.scope_metrics for m in s.metrics]
         assert all(metric.data.data_points for metric in metrics)
@@ -147,23 +148,47 @@ def test_a_metric_without_series_is_not_sent_and_an_age_is_0_without_anything_in
         assert {point.start_time_unix_nano for point in values} <= {0}
 
 
-def test_differences_after_a_restart_of_the_exporter_begin_with_the_totals() -> None:
-    totals, kept = Totals(engine()), Kept(DELTA)
-    pushing = push(totals, kept)
-    totals.add(Increments({HIT: 100}, [], {}))
-    pushing.take_as_sent()
-    totals.add(Increments({HIT: 2}, [], {}))
+def hits(kept: Kept, of: int = -1) -> list[tuple[float, int, int]]:
+    """Return value, begin and end of the points of the counter of lookups."""
+    (resource,) = kept.sent[of].resource_metrics
+    metrics = {metric.name: metric for metric in resource.scope_metrics[0].metrics}
+    points: Any = metrics["kvobs_lookups_total"].data.data_points
+    return [(point.value, point.start_time_unix_nano, point.time_unix_nano) for point in points]
+
+
+def test_the_first_difference_is_that_to_the_begin_of_the_engine() -> None:
+    """Of an exporter that is started by hand, after hours."""
+    pages, kept = Pages(), Kept(DELTA)
+    pushing = push(pages.totals(), kept)
+    pages.add(HIT, 100)
     pushing.send()
-    assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [2]
+    pages.add(HIT, 1)
+    pushing.send()
+    ((first, began, until),), ((second, since, _),) = hits(kept, 0), hits(kept, 1)
+    assert (first, second, began) == (100, 1, 5)
+    assert since == until > began
+
+
+def test_differences_after_a_restart_of_the_exporter_begin_with_the_totals() -> None:
+    pages, kept = Pages(), Kept(DELTA)
+    pushing, before_ns = push(pages.totals(), kept), time.time_ns()
+    pages.add(HIT, 100)
+    pushing.take_as_sent()
+    pages.add(HIT, 2)
+    pushing.send()
+    ((value, since_ns, _),) = hits(kept)
+    assert value == 2
+    assert since_ns >= before_ns
 
 
 def test_an_exemplar_is_sent_once_where_differences_are() -> None:
-    totals, kept = Totals(engine()), Kept(DELTA)
+    pages, kept = Pages(), Kept(DELTA)
+    totals = pages.totals()
     pushing = push(totals, kept)
     first = place(0, slot(LOAD_DURATION, "async"))
     one = record(observed_ns=2_000_000, attributes={spans.CONNECTOR: "one", spans.MODE: "async"})
     for is_marked in (True, False):
-        totals.add(Increments({first + LOAD_DURATION.bucket(2_000_000): 1}, [], {}))
+        pages.add(first + LOAD_DURATION.bucket(2_000_000))
         if is_marked:
             totals.mark(one, 5.0)
         pushing.send()
@@ -178,13 +203,13 @@ def test_an_exemplar_is_sent_once_where_differences_are() -> None:
 
 def test_the_last_numbers_are_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch)
-    totals, kept = Totals(engine()), Kept()
-    pushing = push(totals, kept)
+    pages, kept = Pages(), Kept()
+    pushing = push(pages.totals(), kept)
     pushing.start()
-    totals.add(Increments({HIT: 3}, [], {}))
+    pages.add(HIT, 3)
     pushing.close()
     assert kept.is_shut.is_set()
-    assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [3]
+    assert [value for value, _, _ in hits(kept)] == [3]
 
 
 def test_a_receiver_that_raises_is_an_internal_error_of_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,27 +219,10 @@ def test_a_receiver_that_raises_is_an_internal_error_of_the_exporter(monkeypatch
     kept = Kept()
     monkeypatch.setattr(kept, "export", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(kept, "shutdown", lambda *_, **__: 1 / 0)
-    pushing = push(Totals(engine()), kept)
+    pushing = push(Pages().totals(), kept)
     pushing.start()
     pushing.close()
-    assert contained == ["apply", "apply"]
-
-
-def test_an_exporter_sends_its_engines_numbers_while_it_runs_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_otel_variables(monkeypatch, **{INTERVAL: "1"})
-    kept = Kept()
-    monkeypatch.setattr("kvobs.export.otlp_metrics.make_metric_exporter", lambda: kept)
-    monkeypatch.setattr(process, "_let_go_of_stderr", lambda: None)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        running = threading.Thread(target=process.Exporter(ours, engine(otlp_metrics=True)).run, args=(b"",))
-        running.start()
-        theirs.sendall(wire.to_line(wire.message(Increments({HIT: 3}, [], {}))))
-        assert kept.is_sent.wait(30)
-        theirs.sendall(wire.to_line(wire.message(Increments({HIT: 4}, [], {}))) + wire.to_line({"bye": True}))
-        running.join()
-    assert [value for (name, _), (value, _) in kept.points().items() if name == "kvobs_lookups_total"] == [7]
+    assert contained == ["export", "export"]
 
 
 @pytest.mark.parametrize(

@@ -1,109 +1,554 @@
-"""The exporter's loop: lines as they come, ticks between them, and an end."""
+"""The exporter serves what the pages hold: killed, stopped and started at any time no count changes."""
 
 import errno
+import json
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from functools import partial
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 
 from kvobs import faults
+from kvobs.demo.collector import Collector
 from kvobs.export import __main__ as script
 from kvobs.export import process, span_export
-from kvobs.export.process import first_lines, lines
+from kvobs.export.process import Exporter, State, lock_of
+from kvobs.export.totals import FRESH_S
 from kvobs.log import forget
-from kvobs.probe.increments import Increments
+from kvobs.page import files
+from kvobs.page.description import ConnectorInfo
+from kvobs.page.layout import HEAD, MAGIC, ORDINARY, URGENT, VERSION
 from kvobs.schema import __version__, signals, spans
-from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.wire import ConnectorInfo
+from kvobs.schema.options import ExporterOptions
+from kvobs.schema.signals import slot
+from tests.support import watched
 from tests.support.contexts import no_otel_variables, record
-from tests.support.payloads import engine
+from tests.support.exporting import (
+    HIT,
+    HITS,
+    LOAD,
+    Page,
+    end,
+    eventually,
+    exporter,
+    has_ended,
+    started,
+    state_of,
+    writing,
+)
+from tests.support.written import Pages
 
-pytestmark = pytest.mark.timeout(60)
-
-
-def test_lines_come_whole_however_they_are_cut() -> None:
-    ours, theirs = socket.socketpair()
-    text = b"".join(b"%d\n" % i for i in range(500)) + b"unfinished"
-
-    def send() -> None:
-        with theirs:
-            for at in range(0, len(text), 7):
-                theirs.sendall(text[at : at + 7])
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    with ours:
-        assert list(lines(ours, b"begun ", lambda: True)) == [b"begun 0", *(b"%d" % i for i in range(1, 500))]
-    thread.join()
+pytestmark = pytest.mark.timeout(300)
 
 
-def test_process_ticks_after_first_lines_and_in_silence_and_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "TICK_S", 0.05)
-    ours, theirs = socket.socketpair()
-    order: list[bytes | str] = []
-
-    def tick() -> bool:
-        order.append("tick")
-        if order.count("tick") == 3:
-            theirs.sendall(b"c\nd")
-        return order.count("tick") < 3
-
-    with ours, theirs:
-        for line in lines(ours, b"a\nb\n", tick):
-            order.append(line)  # noqa: PERF402 - ticks come in between
-    assert order == [b"a", b"b", "tick", "tick", "tick", b"c"], "what has come is read to its end"
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_otel_variables(monkeypatch)
 
 
-def test_the_first_lines_are_read_and_the_rest_kept() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        connectors = (ConnectorInfo("one", "C", "kv_both", 400.0), ConnectorInfo("two", "C", "kv_both"))
-        one = engine(connectors=connectors, port=9464, index=3, has_spans=True, endpoint="http://x:4317", linger_s=1.5)
-        theirs.sendall(wire.to_line(asdict(one)) + b"{}\n")
-        theirs.sendall(b'{}\n{"v"')
-        assert first_lines(ours) == (one, b'{}\n{}\n{"v"')
-        theirs.sendall(b"{}\n{}\n{}\n")
-        with pytest.raises(ValueError, match="missing required field `pid`"):
-            first_lines(ours)
-        theirs.sendall(b"{}\n{}\n")
-        theirs.close()
-        with pytest.raises(ValueError, match="ended before"):
-            first_lines(ours)
+# Real processes
 
 
-def test_process_needs_neither_vllm_nor_torch_nor_numpy() -> None:
-    code = (
-        "import sys; sys.modules['vllm'] = sys.modules['torch'] = sys.modules['numpy'] = None\n"
-        "import kvobs.export.__main__, kvobs.export.otlp_metrics"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+def assert_nothing_is_twice_and_only_the_queues_are_lost(
+    received: list[int], seen: list[tuple[int, int]], written: int, at_most: int
+) -> None:
+    """Of what each exporter has read the first ones must have come, but for so many: they were in its queue.
+
+    ``seen`` is how far each exporter has read, by ring; numbers are those of ``Writing``.
+    """
+    assert len(received) == len({*received})
+    by_ring = {URGENT: [n for n in range(written) if n % 3 == 0], ORDINARY: [n for n in range(written) if n % 3]}
+    for ring, numbers in by_ring.items():
+        came = {*received}
+        for begin, until in zip(
+            [0, *[of[ring] for of in seen]], [*[of[ring] for of in seen], len(numbers)], strict=True
+        ):
+            part = [n in came for n in numbers[begin:until]]
+            lost = part.count(False)
+            assert part == [True] * (len(part) - lost) + [False] * lost
+            assert lost <= at_most
+    assert {n for numbers in by_ring.values() for n in numbers[-3:]} <= {*received}, "the last ones"
 
 
-def test_started_by_hand_it_says_who_starts_it() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvobs.export"], capture_output=True, text=True, check=False, timeout=50
-    )
-    assert done.returncode == 2
-    assert "started by an engine" in done.stderr
+def next_pid(server: str, last: int) -> int:
+    """Return the process id of the exporter after the last one."""
+    found: int = eventually(lambda: (pid := state_of(server).get("pid")) != last and pid)
+    return found
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_under_load_no_count_changes_and_no_span_is_sent_twice(
+    kills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    page, seen, pid = Page(), list[tuple[int, int]](), 0
+    chance = random.Random(kills)
+    with Collector() as collector, pytest.MonkeyPatch.context() as patch:
+        for name, value in collector.env.items():
+            patch.setenv(name, value)
+        with writing(endpoint=collector.endpoint) as engine:
+            before = dict[Any, float]()
+            for i in range(kills + 1):
+                assert started(engine.server, port=page.port)[0] == 0
+                pid = next_pid(engine.server, pid)
+                try:
+                    for _ in range(3):
+                        time.sleep(FRESH_S)
+                        least = engine.n
+                        found = eventually(page.counters)
+                        most, hits = engine.n, found[HITS[0], frozenset(labels("one", outcome="hit"))]
+                        assert least <= hits <= most + 1
+                        assert before.keys() <= found.keys()
+                        assert {key: (n, found[key]) for key, n in before.items() if found[key] < n} == {}
+                        before = found
+                    time.sleep(chance.random() * 1.5)
+                finally:
+                    if i < kills:
+                        os.kill(pid, signal.SIGKILL)
+                if i < kills:
+                    positions = next(iter(state_of(engine.server)["positions"].values()))
+                    seen.append((positions[ORDINARY][1], positions[URGENT][1]))
+            engine.stop()
+            assert page.hits() == engine.n
+            end(engine.pid, signal.SIGTERM)
+            written = engine.n
+            eventually(lambda: not state_of(engine.server))
+        received = [int(span.span_id, 16) - 1 for span in collector.spans]
+    assert_nothing_is_twice_and_only_the_queues_are_lost(received, seen, written, at_most=300)
+
+
+def labels(connector: str, **more: str) -> Iterator[tuple[str, str]]:
+    yield from {"model_name": "tiny", "engine": "0", "connector": connector, **more}.items()
+
+
+def test_of_two_exporters_of_a_server_the_second_ends_at_once() -> None:
+    first, second = Page(), Page()
+    with writing() as engine:
+        assert started(engine.server, port=first.port)[0] == 0
+        state = eventually(lambda: state_of(engine.server))
+        assert state["url"] == f"http://127.0.0.1:{first.port}/metrics"
+        assert eventually(first.hits)
+        first.get()
+        other = started(engine.server, port=second.port)
+        assert other == (0, "")
+        assert state_of(engine.server)["pid"] == state["pid"]
+        with pytest.raises(OSError, match="refused"):
+            second.get()
+        with open(f"/proc/{state['pid']}/stat") as file:
+            assert int(file.read().rpartition(")")[2].split()[1]) != os.getpid(), "no child: vLLM would kill it"
+        end(engine.pid, signal.SIGTERM)
+    assert eventually(lambda: not state_of(engine.server)), "after a regular end it has ended, and left nothing"
+
+
+def test_two_servers_of_one_user_are_not_mixed() -> None:
+    ports = Page(), Page()
+    with (
+        writing() as first,
+        writing(at_once=10_000, per_second=1) as second,
+        exporter(first.server, port=ports[0].port),
+        exporter(second.server, port=ports[1].port),
+    ):
+        for engine in (first, second):
+            engine.stop()
+        assert eventually(lambda: [page.hits() for page in ports] == [first.n, second.n])
+        assert first.n < 10_000 < second.n
+
+
+@pytest.mark.parametrize("unit", [1, 2**60])
+def test_whole_numbers_come_back_whole(unit: int) -> None:
+    """Nanoseconds of a hundred loads in flight are above 2**53, where floats are no longer exact, after 25 hours."""
+    pages, page = Pages(), Page()
+    pages.add(HIT, 5 * unit)
+    seen = []
+    for _ in range(3):
+        with exporter(pages.server, port=page.port):
+            seen.append(eventually(page.hits))
+        pages.add(HIT, unit)
+    assert seen == [(5 + n) * unit for n in range(3)]
+
+
+def test_killed_engines_last_numbers_are_served_for_a_while_and_its_slow_spans_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "LINGER_S", 4.0)
+    page = Page()
+    with Collector() as collector, pytest.MonkeyPatch.context() as patch:
+        for name, value in collector.env.items():
+            patch.setenv(name, value)
+        with (
+            writing(at_once=900, per_second=1, endpoint=collector.endpoint) as engine,
+            exporter(engine.server, port=page.port) as serving,
+        ):
+            assert eventually(page.hits)
+            slow = {f"{n + 1:016x}" for n in range(engine.n) if n % 3 == 0}
+            end(engine.pid)
+            killed = time.monotonic()
+            assert eventually(lambda: page.value("kvobs_engine_up") == 0 and page.hits() == engine.n, 20)
+            assert page.health()[0] == 503
+            assert eventually(lambda: has_ended(serving), 60)
+            assert time.monotonic() - killed >= 4
+        assert slow <= {span.span_id for span in collector.spans}
+        assert len(collector.spans) == engine.n, "nor was another one lost: they had not been overwritten yet"
+
+
+def test_after_a_regular_end_the_last_numbers_are_served_to_one_more_scrape() -> None:
+    page = Page()
+    with writing() as engine, exporter(engine.server, port=page.port) as serving:
+        assert eventually(lambda: page.health()[0] == 200)
+        assert page.value("kvobs_engine_up") == 1
+        engine.stop()
+        end(engine.pid, signal.SIGTERM)
+        assert eventually(lambda: page.health()[0] == 503)
+        time.sleep(1.0)
+        assert not has_ended(serving), "nothing has scraped since"
+        text = page.get()
+        assert (value_in(text, "kvobs_engine_up"), value_in(text, *HITS)) == (0, engine.n)
+        assert eventually(lambda: has_ended(serving), 20)
+    assert state_of(engine.server) == {}
+
+
+def value_in(text: str, name: str, *wanted: str) -> float:
+    found = Page(1)
+    found.get = lambda *_: text  # type: ignore[method-assign]
+    return found.value(name, *wanted)
+
+
+def test_asked_to_end_while_the_engine_goes_on_it_leaves_and_the_next_one_takes_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As systemd asks all processes of a unit: the engine, which may answer for minutes, starts another exporter."""
+    monkeypatch.setattr(process, "AFTER_SIGTERM_S", 0.3)
+    page = Page()
+    with Collector() as collector, pytest.MonkeyPatch.context() as patch:
+        for name, value in collector.env.items():
+            patch.setenv(name, value)
+        with writing(endpoint=collector.endpoint) as engine:
+            with exporter(engine.server, port=page.port) as first:
+                assert eventually(lambda: page.value("kvobs_self_seconds_total", "where", "export"))
+                before = page.counters()
+                os.kill(first, signal.SIGTERM)
+                assert eventually(lambda: has_ended(first), 20)
+            assert eventually(lambda: state_of(engine.server)["positions"]), "it is left for the next one"
+            with exporter(engine.server, port=page.port) as second:
+                found = eventually(page.counters)
+                assert {key: n for key, n in before.items() if found.get(key, 0) < n} == {}
+                engine.stop()
+                written = engine.n
+                end(engine.pid, signal.SIGTERM)
+                page.get()
+                assert eventually(lambda: has_ended(second), 30)
+    assert sorted(int(span.span_id, 16) - 1 for span in collector.spans) == list(range(written))
+
+
+def test_an_exporter_that_finds_only_a_dead_engine_serves_its_last_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "LINGER_S", 3.0)
+    page = Page()
+    with writing() as engine:
+        end(engine.pid)
+        with exporter(engine.server, port=page.port) as serving:
+            assert eventually(lambda: page.hits() == engine.n, 20)
+            assert eventually(lambda: has_ended(serving), 20)
+
+
+def test_the_exporter_keeps_no_file_of_the_engine_open() -> None:
+    """A port of the engine would stay taken for as long as the last numbers are served."""
+    with writing() as engine, socket.create_server(("127.0.0.1", 0)) as server:
+        server.set_inheritable(True)
+        assert started(engine.server, port=Page().port)[0] == 0
+        pid, ours = eventually(lambda: state_of(engine.server))["pid"], f"socket:[{os.fstat(server.fileno()).st_ino}]"
+        of_exporter = f"/proc/{pid}/fd"
+        assert eventually(lambda: ours not in {os.readlink(f"{of_exporter}/{fd}") for fd in os.listdir(of_exporter)})
+        end(engine.pid, signal.SIGTERM)
+        eventually(lambda: not state_of(engine.server))
+
+
+# In this process
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[..., process.Exporter]]:
-    with socket.socket() as channel:
-        yield lambda **given: process.Exporter(channel, engine(**given))
+def make() -> Iterator[Callable[..., Exporter]]:
+    """Return what makes the exporter of an engine; an earlier one of it is taken to be killed."""
+    made: list[Exporter] = []
+
+    def kill() -> None:
+        while made:
+            made.pop()._lock.release(remove=False)
+
+    def make(pages: Pages, *, outlives: bool = False, **options: Any) -> Exporter:
+        kill()
+        given = ExporterOptions.model_construct(**{"port": None, "otlp_metrics": False, "host": "h", **options})
+        made.append(Exporter(pages.server, given, lock_of(pages.server), outlives=outlives))
+        return made[-1]
+
+    yield make
+    kill()
+
+
+def text_of(exporter: Exporter, accept: str = "text/plain") -> str:
+    exporter._exposition.forget()
+    return exporter._text(accept)[1].decode()
+
+
+def cycle(exporter: Exporter, times: int = 1) -> None:
+    for _ in range(times):
+        exporter._tick()
+        exporter._export_spans()
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """Return where the spans of exporters end."""
+    made = InMemorySpanExporter()
+    monkeypatch.setattr(span_export, "make_exporter", {"http://c:4317": made}.get)
+    return made
+
+
+def traced(**info: Any) -> Pages:
+    return Pages(has_spans=True, endpoint="http://c:4317", **info)
+
+
+def test_spans_are_sent_with_their_engine_and_put_exemplars_on_the_histograms(
+    make: Callable[..., Exporter], memory: InMemorySpanExporter
+) -> None:
+    first = traced()
+    second = traced(of=first, index=3)
+    attributes: dict[str, spans.Value] = {spans.CONNECTOR: "one", spans.MODE: "async"}
+    for pages in (first, second):
+        pages.add(LOAD + signals.LOAD_DURATION.bucket(2_000_000))
+        pages.write([record("kv.load", observed_ns=2_000_000, attributes=attributes)])
+    mine = make(first)
+    cycle(mine)
+    mine._close(lingers=False)
+    assert {(span.attributes or {})[spans.ENGINE] for span in memory.get_finished_spans()} == {0, 3}
+    families: Any = open_metrics(text_of(mine, "application/openmetrics-text"))  # type: ignore[no-untyped-call]
+    marked = [s for f in families for s in f.samples if s.exemplar is not None]
+    assert [(s.labels["engine"], s.labels["le"]) for s in marked] == [("0", "0.00232267"), ("3", "0.00232267")]
+    assert {s.exemplar.labels["trace_id"] for s in marked} == {"1" * 32}
+
+
+def test_an_engine_whose_spans_the_api_server_exports_has_none_here(
+    make: Callable[..., Exporter], memory: InMemorySpanExporter
+) -> None:
+    """An exporter by hand, where the API server shows a collector."""
+    first = traced()
+    second = traced(of=first, index=1)
+    for pages in (first, second):
+        pages.write([record()])
+    lock = files.Lock(files.folder(), f"{first.server}-0{files.COLLECTOR}")
+    mine = make(first)
+    cycle(mine)
+    mine._close(lingers=False)
+    assert [(span.attributes or {})[spans.ENGINE] for span in memory.get_finished_spans()] == [1]
+    lock.release()
+
+
+def test_what_it_counts_itself_outlives_it_and_is_shown_only_once_it_was_written_down(
+    make: Callable[..., Exporter], memory: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = traced()
+    first = make(pages)
+    pages.write([record()])
+    cycle(first)
+    first._drop_spans("export", 4)
+    assert 'where="export"} 4' not in text_of(first)
+    first._keep()
+    lost = 'kvobs_spans_dropped_total{engine="0",model_name="tiny",where="export"} 4.0'
+    assert lost in text_of(first)
+    spent = [line for line in text_of(first).splitlines() if line.startswith("kvobs_self_seconds_total")]
+    second = make(pages)
+    cycle(second)
+    assert lost in text_of(second)
+    assert [line for line in text_of(second).splitlines() if line.startswith("kvobs_self_seconds_total")] == spent
+    second._drop_spans("export", 1)
+    second._keep()
+    assert lost.replace(" 4.0", " 5.0") in text_of(second)
+
+
+def test_spans_that_were_missed_are_counted_once_over_two_exporters(
+    make: Callable[..., Exporter], memory: InMemorySpanExporter
+) -> None:
+    pages = traced()
+    many = [[record()] * 60] * 100
+    pages.write(*many)
+    first = make(pages)
+    cycle(first, 2)
+    missed = [line for line in text_of(first).splitlines() if 'where="missed"' in line]
+    assert float(missed[0].rpartition(" ")[2]) > 0
+    second = make(pages)
+    cycle(second, 2)
+    assert [line for line in text_of(second).splitlines() if 'where="missed"' in line] == missed
+
+
+@pytest.mark.parametrize(
+    "left",
+    [b"", b"{", b"[]", b"\xff", b'{"version": 1}', b'{"positions": {"a": [[0, 0]]}}', b'{"counts": {"a": {"-1": 2}}}'],
+)
+def test_what_an_exporter_has_left_is_nothing_where_it_is_malformed_or_of_another_version(
+    left: bytes, make: Callable[..., Exporter]
+) -> None:
+    pages = Pages()
+    lock = lock_of(pages.server)
+    lock.write(left)
+    lock.release(remove=False)
+    assert make(pages)._before == State()
+
+
+def test_a_full_disk_costs_a_log_line(
+    make: Callable[..., Exporter], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = Pages()
+    mine = make(pages)
+    monkeypatch.setattr(mine._lock, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    for _ in range(3):
+        mine._tick()
+        mine._count(slot(signals.INTERNAL_ERRORS, "read"), 1)
+    mine._tick()
+    assert caplog.text.count("the exporter can't note what it has read: [Errno 28] No space left on device") == 1
+    assert 'kvobs_internal_errors_total{engine="0",model_name="tiny",where="read"} 3.0' in text_of(mine)
+
+
+def test_a_page_of_another_version_is_counted(make: Callable[..., Exporter], caplog: pytest.LogCaptureFixture) -> None:
+    pages = Pages()
+    (files.folder() / f"{pages.name}rank0-1-1{files.SUFFIX}").write_bytes(HEAD.pack(MAGIC, VERSION ^ 1, 8) + bytes(99))
+    mine = make(pages)
+    cycle(mine, 3)
+    assert 'kvobs_internal_errors_total{engine="0",model_name="tiny",where="version"} 1.0' in text_of(mine)
+    assert caplog.text.count("another version of kvobs has written it") == 1
+
+
+def end_of(pages: Pages, exporter: Exporter, *, well: bool) -> None:
+    """Let the process of an engine end, as an exporter sees it."""
+    (page,) = exporter._served[pages.name].engine.all()
+    if well:
+        pages.writers[0].close()
+    page.process = replace(page.process, started="another process with its id")
+
+
+def up_of(text: str) -> list[str]:
+    return [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("kvobs_engine_up{")]
+
+
+def test_an_engine_that_begins_later_is_served_and_one_that_ends_first_too(
+    make: Callable[..., Exporter],
+) -> None:
+    first = Pages()
+    mine = make(first)
+    cycle(mine)
+    assert up_of(text_of(mine)) == ["1.0"]
+    second = Pages(of=first, index=1)
+    second.add(HIT, 7)
+    cycle(mine)
+    assert up_of(text_of(mine)) == ["1.0", "1.0"]
+    first.add(HIT, 3)
+    end_of(first, mine, well=False)
+    text_of(mine)
+    mine._tick()
+    assert up_of(mine._text("text/plain")[1].decode()) == ["0.0", "1.0"]
+    assert mine._has_engine()
+    assert (value_in(text_of(mine), *HITS, "engine", "0"), value_in(text_of(mine), *HITS, "engine", "1")) == (3, 7)
+    status, state = mine._health()
+    assert status
+    assert [(one["engine"], one["state"]) for one in state["engines"]] == [(0, "gone"), (1, "alive")]
+    end_of(second, mine, well=True)
+    assert not mine._has_engine()
+    assert mine._health()[0] is False
+
+
+def test_the_end_of_one_of_several_engines_is_logged_and_shown_while_the_others_run(
+    make: Callable[..., Exporter], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Pages(0, of=None, connectors=tuple(map(ConnectorInfo, watched.NAMES)), index=1)
+    with watched.process(other.engine_id, None, "exits"):
+        mine = make(other)
+        mine._tick()
+        assert eventually(lambda: not mine._served[f"{other.server}-0-"].engine.is_alive)
+        mine._tick()
+    text = "the engine has ended in start_load_kv of connector 'remote' on scheduler: exit 3"
+    assert caplog.text.count(text) == 1
+    ended = [line for line in text_of(mine).splitlines() if line.startswith("kvobs_engine_ended{")]
+    assert ['engine="0"' in line for line in ended] == [True]
+    assert mine._has_engine()
+
+
+def test_health_has_all_engines_with_their_processes(make: Callable[..., Exporter]) -> None:
+    first = Pages(None, 0, ranks=2)
+    second = Pages(1, of=first, index=3)
+    mine = make(first)
+    assert mine._health() == (False, {"engines": [], "spans_queued": 0, "spans_dropped": 0, "version": __version__})
+    cycle(mine)
+    mine._spans = Mock(**{"cutter.queued": 3})
+    mine._drop_spans("queue", 2)
+    engines = [
+        {
+            "engine": 0, "state": "alive", "pid": os.getpid(),
+            "processes": {"scheduler": "0 steps", "rank 0": "0 steps", "rank 1": "not seen"},
+        },
+        {"engine": 3, "state": "alive", "pid": os.getpid(), "processes": {"rank 1": "0 steps"}},
+    ]  # fmt: skip
+    state = {"engines": engines, "spans_queued": 3, "spans_dropped": 2, "version": __version__}
+    assert mine._health() == (True, state)
+    assert second.writers
+    queued = [line for line in text_of(mine).splitlines() if line.startswith("kvobs_spans_queued{")]
+    assert queued == ['kvobs_spans_queued{engine="0",model_name="tiny"} 3.0'], "of engines whose scheduler is here"
+
+
+def test_without_tracing_no_spans_are_queued(make: Callable[..., Exporter]) -> None:
+    mine = make(Pages())
+    cycle(mine)
+    assert "kvobs_spans_queued{" not in text_of(mine)
+
+
+def test_parts_that_fail_or_are_not_wanted_are_left_out(
+    make: Callable[..., Exporter], monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(faults, "is_under_pytest", lambda: False)
+    for module, name in (span_export, "make_exporter"), (process, "MetricsPush"):
+        monkeypatch.setattr(module, name, lambda *_: 1 / 0)
+    for pages in (Pages(), traced()):
+        mine = make(pages, otlp_metrics=True)
+        cycle(mine, 3)
+        assert (mine._spans, mine._push) == (None, None)
+    assert 'where="export"} 1.0' in text_of(mine)
+    assert caplog.text.count("not sent by OTLP: division by zero") == 1, "it is logged once"
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "True")
+    cycle(make(pages, otlp_metrics=True))
+    assert faults.take() == {}
+
+
+def test_differences_begin_with_the_engine_and_after_a_kill_where_the_exporter_before_stood(
+    make: Callable[..., Exporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = Mock()
+    monkeypatch.setattr(process, "MetricsPush", push)
+    pages = Pages(None, 0)
+    second = Pages(of=pages, index=1)
+    mine = make(pages, otlp_metrics=True)
+    cycle(mine, 2)
+    assert len(second.writers) == 1
+    push.assert_called_once_with(mine._series, pages.writers[0].process.began_ns)
+    assert push.return_value.mock_calls == [call.start()]
+    pages.add(HIT, 4)
+    series = {signal: [point.value for point in points] for signal, points in mine._series() if points}
+    assert series[signals.LOOKUPS] == [4]
+    assert series[signals.ENGINE_UP] == [1, 1]
+    push.reset_mock()
+    mine = make(pages, otlp_metrics=True)
+    cycle(mine)
+    assert push.return_value.mock_calls == [call.take_as_sent(), call.start()]
+    mine._close(lingers=False)
+    assert push.return_value.mock_calls[-1] == call.close()
 
 
 @pytest.fixture
@@ -114,128 +559,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     return clock
 
 
-def test_asked_to_end_it_waits_for_its_engine_a_little(made: Callable[..., process.Exporter], clock: Any) -> None:
-    exporter = made()
-    exporter._asked_to_end()
+def test_asked_to_end_it_waits_for_its_engine_a_little(make: Callable[..., Exporter], clock: Any) -> None:
+    mine = make(Pages())
+    assert not mine.is_asked_to_end
+    mine.ask_to_end()
     for clock.now in (0.0, 4.9, 5.0):
-        assert exporter._is_over() is (clock.now == process.AFTER_SIGTERM_S == 5)
-
-
-def test_the_lines_of_an_engine_that_has_ended_already_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = socket.socketpair()
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    theirs.close()
-    with ours:
-        exporter = process.Exporter(ours, engine(port=None))
-        exporter.run(wire.to_line(wire.message(Increments({0: 2}, [], {}))))
-    assert list(map(sum, exporter._totals._counts.values())) == [2]
-
-
-def test_asked_to_end_while_its_engine_goes_on_it_reads_what_has_come_and_leaves(monkeypatch: Any) -> None:
-    """As systemd asks all processes of a unit: the engine, which may answer for minutes, starts another exporter."""
-    ours, theirs = socket.socketpair()
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr(process, "AFTER_SIGTERM_S", 0)
-    with ours, theirs:
-        exporter = process.Exporter(ours, engine(port=None, pid=os.getpid(), linger_s=10**6))
-        exporter._watch, exporter._server = watch, server = Mock(), Mock()
-        exporter._asked_to_end()
-        first, last = (wire.to_line(wire.message(Increments({0: n}, [], {}))) for n in (1, 2))
-        theirs.sendall(last)
-        exporter.run(first)
-        theirs.recv(1 << 16)
-        assert theirs.recv(1) == b"", "its engine sees that it is gone"
-    assert sum(map(sum, exporter._totals._counts.values())) == 3, "it has applied both lines"
-    assert exporter._is_up
-    server.close.assert_called_once_with()
-    watch.ended.assert_not_called()
-
-
-def test_from_the_end_of_the_engine_on_no_scrape_says_that_it_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page is served again for a moment: not the one of before the end."""
-    ours, theirs = socket.socketpair()
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    with ours, theirs:
-        exporter = process.Exporter(ours, engine(port=None))
-        pages = [exporter._text("text/plain")[1]]
-        monkeypatch.setattr(exporter._watch, "ended", lambda: pages.append(exporter._text("text/plain")[1]))
-        theirs.shutdown(socket.SHUT_WR)
-        exporter.run(b"")
-    up = [line for page in pages for line in page.decode().splitlines() if line.startswith("kvobs_engine_up{")]
-    assert [line.rpartition(" ")[2] for line in up] == ["1.0", "0.0"]
-
-
-def test_spans_are_cut_and_what_it_counts_itself_goes_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_otel_variables(monkeypatch)
-    memory, push, handle = InMemorySpanExporter(), Mock(), Mock()
-    monkeypatch.setattr(span_export, "make_exporter", {"http://c:4317": memory}.get)
-    monkeypatch.setattr(process, "MetricsPush", push)
-    monkeypatch.setattr(faults, "is_under_pytest", lambda: False)
-    monkeypatch.setattr("signal.signal", handle)
-    given = engine(index=3, has_spans=True, endpoint="http://c:4317", otlp_metrics=True, began_ns=5)
-    groups = [[record("kv.save", observed_ns=2_000, attributes={spans.CONNECTOR: "one"})], [["malformed"], []], [[]]]
-    payload = wire.message(Increments.none()) | {"spans": groups}
-    other, text = payload | {"v": 0}, b"no line\n"
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        exporter = process.Exporter(ours, given)
-        theirs.shutdown(socket.SHUT_WR)
-        of_engine = payload | {"payload_s": 9.0}  # sent twice, with what was counted here
-        exporter.run(b"".join(map(wire.to_line, (of_engine | {"is_total": True}, of_engine, other, other))) + text)
-        first, empty, own, rest = theirs.recv(1 << 20).split(b"\n")
-    handle.assert_called_once_with(signal.SIGTERM, exporter._asked_to_end)
-    push.assert_called_once_with(exporter._totals, exporter._refresh, 5)
-    assert push.return_value.mock_calls == [call.start(), call.take_as_sent(), call.close()]
-    assert (wire.from_line(first), empty, rest) == ({"pid": os.getpid()}, b"", b"")
-    counts = wire.read(wire.from_line(own)).counts
-    cut, apply = (counts.pop(signals.slot(signals.SELF_SECONDS, where)) for where in ("cut", "apply"))
-    assert 0 < cut < 10**9 > apply > 0, "nanoseconds"
-    dropped, errors = signals.slot(signals.SPANS_DROPPED, "malformed"), partial(signals.slot, signals.INTERNAL_ERRORS)
-    assert counts == {dropped: 6, errors("version"): 2, errors("apply"): 1}
-    assert exporter._health()[1]["spans_dropped"] == 6
-    sent = [span.attributes or {} for span in memory.get_finished_spans()]
-    assert [(one[spans.GEN_AI_MODEL], one[spans.ENGINE]) for one in sent] == [("tiny", 3)] * 2
-    ((mark,),) = (marks.values() for marks in exporter._totals._marks.values())
-    assert (mark.trace_id, 0 <= time.time() - mark.time_s < 60) == ("1" * 32, True)
-
-
-def test_each_exemplar_has_the_trace_of_its_own_record(made: Callable[..., process.Exporter]) -> None:
-    exporter, times = made(), {"1" * 32: 2_000, "2" * 32: 2_000_000_000}
-    attributes = {spans.CONNECTOR: "one"}
-    records = [record("kv.save", trace_id=i, observed_ns=ns, attributes=attributes) for i, ns in times.items()]
-    exporter._cutter = Mock(**{"cut.return_value": records})
-    exporter._apply(wire.to_line(wire.message(Increments({}, [], {}, [records]))))
-    ((first, second),) = (marks.values() for marks in exporter._totals._marks.values())
-    assert {mark.trace_id: round(mark.value * 1e9) for mark in (first, second)} == times
-
-
-def test_its_numbers_are_kept_until_they_are_sent_whole(made: Callable[..., process.Exporter]) -> None:
-    exporter, where = made(), signals.slot(signals.INTERNAL_ERRORS, "apply")
-    line = b"\n" + wire.to_line(wire.message(Increments({where: 5}, [], {})))
-    exporter._channel = channel = Mock()
-    channel.send.side_effect = [BlockingIOError(), len(line) - 1, len(line), len(line)]
-    for counted in ((2, 3), (5,)):
-        for n in counted:
-            exporter._count(signals.INTERNAL_ERRORS, "apply", n)
-        for _ in range(4):
-            exporter._send_counts()
-    assert channel.send.mock_calls == [call(line, socket.MSG_DONTWAIT)] * 4
-
-
-def test_parts_that_fail_or_are_not_wanted_are_left_out(made: Any, monkeypatch: Any, caplog: Any) -> None:
-    no_otel_variables(monkeypatch)
-    monkeypatch.setattr(faults, "is_under_pytest", lambda: False)
-    for module, name in (span_export, "make_exporter"), (process, "MetricsPush"):
-        monkeypatch.setattr(module, name, lambda *_: 1 / 0)
-    for exporter in (made(), made(has_spans=True, otlp_metrics=True)):
-        assert (exporter._cutter, exporter._push, exporter._queued) == (None, None, 0)
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "True")
-    made(otlp_metrics=True)
-    assert (faults.take(), caplog.text.count("not sent by OTLP: division by zero")) == ({"cut": 1}, 1)
+        assert mine._is_over() is (clock.now == process.AFTER_SIGTERM_S == 5)
+    assert mine.is_asked_to_end
 
 
 @pytest.mark.parametrize(
-    ("said_goodbye", "scrapes", "scraped_at", "seconds"),
+    ("is_well", "scrapes", "scraped_at", "seconds"),
     [
         (False, [], 0, 15), (False, [990, 995], 1001, 15), (True, [], 0, 0), (True, [990], 0, 15),
         (True, [990, 996], 0, 9), (True, [900, 990], 0, 15), (True, [990, 996], 1002, 2.1),
@@ -244,22 +578,23 @@ def test_parts_that_fail_or_are_not_wanted_are_left_out(made: Any, monkeypatch: 
     ],
 )  # fmt: skip
 def test_the_last_numbers_are_served_for_a_while(  # noqa: PLR0917 - a table's columns, and fixtures
-    said_goodbye: bool, scrapes: list[float], scraped_at: float, seconds: float, made: Any, clock: Any
+    is_well: bool, scrapes: list[float], scraped_at: float, seconds: float, make: Any, clock: Any
 ) -> None:
     def sleep(slept_s: float) -> None:
         clock.now += slept_s
         if clock.now >= scraped_at > 0:
-            exporter._scrapes += (scraped_at + 0.01,)
+            mine._scrapes += (scraped_at + 0.01,)
 
-    exporter, calls, clock.now, clock.sleep = made(), Mock(), 1000.0, sleep
-    exporter._watch, exporter._cutter, exporter._push, exporter._server = calls.w, calls.c, calls.p, calls.s
-    exporter._scrapes, exporter._said_goodbye = tuple(scrapes), said_goodbye
+    mine, calls, clock.now, clock.sleep = make(Pages(), outlives=True), Mock(), 1000.0, sleep
+    served = Mock(**{"engine.has_ended_well": is_well, "engine.info.has_spans": False})
+    served.engine.name, served.totals.own, served.engine.positions.return_value = "e", {}, {}
+    mine._served, mine._spans, mine._push, mine._http = {"e": served}, calls.c, calls.p, calls.s
+    mine._scrapes = tuple(scrapes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "_let_go_of_stderr", calls.stderr)
-        exporter._close()
+        mine._close(lingers=True)
     assert clock.now - 1000 == pytest.approx(seconds, abs=0.1)
-    ends = [call.c.close(), call.p.close(), call.stderr(), call.s.close()]
-    assert [one for one in calls.mock_calls if one[0] != "w.calls"] == [call.w.ended()] * (not said_goodbye) + ends
+    assert calls.mock_calls == [call.c.finish([]), call.c.cutter.close(), call.p.close(), call.stderr(), call.s.close()]
 
 
 UNTIL = ". The engine serves, without kvobs's metrics until it can. Fix: "
@@ -272,7 +607,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("number", REFUSED)
 def test_a_port_that_cannot_be_had_is_tried_again(
-    number: int, made: Any, clock: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    number: int, make: Any, clock: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """The exporter of an engine that is gone keeps its port for a while: until then nothing is logged."""
     forget()
@@ -281,97 +616,70 @@ def test_a_port_that_cannot_be_had_is_tried_again(
     server = Mock(side_effect=[*[error] * tries, Mock()])
     monkeypatch.setattr(process, "holder", str)
     monkeypatch.setattr(process, "Server", server)
-    exporter = made(host="0.0.0.0", port=7, linger_s=1, pid=os.getpid())
+    monkeypatch.setattr(process, "LINGER_S", 1.0)
+    mine = make(Pages(), host="0.0.0.0", port=7, web_config=None)
     for clock.now in [0.0, 1.0][:tries]:
         assert not caplog.records
-        assert exporter._tick()
-        assert exporter._tick(), "it is not tried at once"
+        mine._tick()
+        mine._tick()  # it is not tried at once
     assert caplog.messages[0].startswith(f"the exporter can't listen on 0.0.0.0:7: {REFUSED[number]}")
     clock.now += 5.4
-    exporter._tick()
+    mine._tick()
     assert server.call_count == tries
-    clock.now = exporter._bind_at
+    clock.now = mine._bind_at
     for _ in range(2):
-        assert exporter._tick()
-    assert server.mock_calls == [call("0.0.0.0", 7, exporter._text, exporter._health, None)] * (tries + 1)
+        mine._tick()
+    assert server.mock_calls == [call("0.0.0.0", 7, mine._text, mine._health, None)] * (tries + 1)
     assert "kvobs's metrics at port 7: every client" in caplog.messages[-1]
 
 
-def test_after_the_clock_was_put_back_the_last_numbers_are_of_the_past(made: Any, clock: Any) -> None:
-    exporter = made()
-    for clock.now, payload_s in ((5000.0, 4999.5), (1400.0, 1399.5)):
-        exporter._apply(wire.to_line(wire.message(Increments.none()) | {"payload_s": payload_s}))
-        assert exporter._health()[1]["seconds_since_last_payload"] == 0.5
+# The process
 
 
-def test_health_and_its_own_numbers_are_those_of_now(made: Any, clock: Any) -> None:
-    exporter = made(pid=5, began_ns=0, has_spans=True)
-    exporter._cutter = Mock(queued=3)
-    for clock.now in (1.0, 2.0, 4.4444):
-        page = exporter._text("application/openmetrics-text")[1].decode()
-    assert (list(exporter._scrapes), page[-6:]) == ([1.0, 2.0, 4.4444], "# EOF\n")
-    assert exporter._totals._watch is exporter._watch
-    own = ("kvobs_engine_up{", "kvobs_last_payload_timestamp_seconds{", "kvobs_spans_queued{")
-    assert [line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(own)] == ["1.0", "0.0", "3.0"]
-    state = {
-        "engine": "alive", "engine_pid": 5, "processes": {"scheduler": "not seen"},
-        "seconds_since_last_payload": 4.444, "spans_queued": 3, "spans_dropped": 0, "version": __version__,
-    }  # fmt: skip
-    assert exporter._health() == (True, state)
-    exporter._is_up = False
-    assert exporter._health() == (False, state | {"engine": "gone"})
+def test_it_needs_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys; sys.modules['vllm'] = sys.modules['torch'] = None\n"
+        "import kvobs.export.__main__, kvobs.export.process, kvobs.cli.exporter"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
-def test_without_tracing_no_spans_are_queued(made: Any) -> None:
-    assert "kvobs_spans_queued{" not in made()._text("text/plain")[1].decode()
+@pytest.mark.parametrize("arguments", [[], ["no JSON"], ['{"port": 1}'], ['{"server": "s", "port": "many"}']])
+def test_started_by_hand_it_says_how_it_is_started(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "kvobs.export", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 2
+    assert "By hand it is started with `kvobs exporter`" in done.stderr
 
 
 @pytest.mark.parametrize(("level", "shown"), [(None, logging.INFO), ("debug", logging.DEBUG)])
 def test_process_closes_the_engines_files_and_logs_in_its_format(
     level: str | None, shown: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channel, theirs = socket.socketpair()
-    file, logger, exporter = channel.detach(), logging.Logger("vllm"), Mock()
-    files = {"/proc/self/fd": ["0", "1", "2", "77", "78", str(file)]}
+    pages, logger, serve = Pages(), logging.Logger("vllm"), Mock()
+    close, fork = Mock(side_effect=OSError), Mock(side_effect=[0, 5])
+    listed = {"/proc/self/fd": ["0", "1", "2", "77", "78"]}
     environ = {"VLLM_LOGGING_LEVEL": level} if level else {}
-    close, fork = Mock(side_effect=OSError), Mock(side_effect=[0, 0, 5])
-    system = SimpleNamespace(listdir=files.get, close=close, fork=fork, _exit=sys.exit, environ=environ)
+    system = SimpleNamespace(listdir=listed.get, close=close, fork=fork, _exit=sys.exit, environ=environ)
     monkeypatch.setattr(script, "os", system)
-    monkeypatch.setattr(sys, "argv", ["kvobs.export", str(file)])
-    monkeypatch.setattr(process, "Exporter", exporter)
+    monkeypatch.setattr(sys, "argv", ["kvobs.export", json.dumps({"server": pages.server, "port": 1234})])
+    monkeypatch.setattr(process, "serve", serve)
     monkeypatch.setitem(logging.Logger.manager.loggerDict, "vllm", logger)
-    with theirs:
-        theirs.sendall(wire.to_line(asdict(engine())) + b"{}\n{}\n{")
-        assert script.main() == 0
+    assert script.main() == 0
     (handler,) = logger.handlers
     told = logging.LogRecord("vllm", logging.ERROR, "", 0, "all %s", ("well",), None)
     told.created = time.mktime((2026, 2, 3, 4, 5, 6, 0, 0, -1))
     assert (handler.format(told), logger.level) == ("ERROR 02-03 04:05:06 [kvobs exporter] all well", shown)
-    with pytest.raises(SystemExit, match="^0$"):
+    assert sorted(one.args[0] for one in close.mock_calls) == [77, 78]
+    (served,) = serve.call_args_list
+    assert (served.args[:2], served.kwargs) == ((pages.server, ExporterOptions(port=1234)), {"outlives": True})
+    with pytest.raises(SystemExit, match="^0$"):  # another process has the lock: it does not fork
         script.main()
-    assert sorted(one.args[0] for one in close.mock_calls) == [77, 77, 78, 78]
-    monkeypatch.setattr(sys, "argv", ["kvobs.export"])
-    assert (script.main(), fork.call_count) == (2, 3), "by hand"
-    (made_of,) = exporter.call_args_list
-    made_of.args[0].close()
-    assert made_of.args[1:] == (engine(),)
-    exporter.return_value.run.assert_called_once_with(b"{}\n{}\n{")
-
-
-@pytest.mark.parametrize("is_read", [True, False])
-def test_the_end_of_an_exporter_is_sent_to_its_engine(is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    engines, channel = socket.socketpair()
-    child = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(signal, "signal", Mock())
-    with engines, channel:
-        if not is_read:
-            engines.close()
-        with pytest.raises(SystemExit, match="^0$"):
-            script._report_end(child.pid, channel.fileno())
-        if is_read:
-            assert wire.from_line(engines.recv(100).strip()) == {"status": signal.SIGKILL}
-    child.returncode = -signal.SIGKILL  # it is waited for
+    assert fork.call_count == 1
+    served.args[2].release()
+    with pytest.raises(SystemExit, match="^0$"):  # the first process, which has forked
+        script.main()
+    assert (fork.call_count, serve.call_count) == (2, 1)
 
 
 def test_an_engine_without_stderr_is_served_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

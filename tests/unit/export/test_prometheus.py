@@ -1,73 +1,96 @@
-"""One set of series for each child, whatever its metrics do; nothing is raised into the API server."""
+"""One set of series for each connector, whatever its metrics do; nothing is raised into the API server."""
 
+import gc
+import logging
 import math
+import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import vllm
-from hypothesis import given
+from hypothesis import given, settings
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.utils import floatToGoString
 from vllm.v1.metrics import ray_wrappers
 
 import kvobs
 from kvobs import faults
-from kvobs.export import prometheus
+from kvobs.export import prometheus, span_export
+from kvobs.export.process import lock_of
 from kvobs.export.prometheus import MultiKVConnectorPromMetrics
+from kvobs.page import files
+from kvobs.page.description import Identity
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.schema.signals import CHILD_WIDTH, LOOKUPS, OPEN, PROCESS_WIDTH, SIGNALS, Kind, Scope, Signal, slot
+from kvobs.schema.signals import OPEN_COUNTERS, SIGNALS, Kind, Scope, Signal, place
+from kvobs.schema.spans import Reason
 from kvobs.vllm_api import versions
-from tests.support.front import LABELS, Front, metered, own
+from tests.support.contexts import no_otel_variables, record
+from tests.support.front import LABELS, REAL, Front, metered
+from tests.support.top_engines import Engines, count
 
-HIT = PROCESS_WIDTH + slot(LOOKUPS, "hit")
-ONE = {"one": "m:C"}
+LOOKUPS = signals.LOOKUPS
+
+
+def hits(engines: Engines, n: int, child: int = 0, engine: int = 0) -> None:
+    """Let an engine count some hits of a connector."""
+    engines.send(lambda recorder: count(recorder, child, LOOKUPS, n, "hit"), engine=engine)
 
 
 def test_counts_become_counters_of_the_right_child_and_engine() -> None:
-    front = Front(metered("a"), metered("b"), engines=2, names=["one", "two"])
-    both = {"one": "m:C", "two": "m:C"}
-    front.metrics.observe({"kvobs": own({HIT: 2, HIT + CHILD_WIDTH: 3}, both)}, 0)
-    front.metrics.observe({"kvobs": own({HIT: 10}, both)}, 1)
-    front.metrics.observe({"kvobs": own({HIT: 1}, both)}, 0)
+    engines = Engines("one", "two", engines=2)
+    front = engines.front
+    hits(engines, 2)
+    hits(engines, 3, child=1)
+    hits(engines, 10, engine=1)
+    hits(engines, 1)
     assert front.value("kvobs_lookups_total", "one", outcome="hit") == 3
     assert front.value("kvobs_lookups_total", "two", outcome="hit") == 3
     assert front.value("kvobs_lookups_total", "one", outcome="hit", engine="1") == 10
 
 
 def test_info_metrics_are_there_before_anything_happens() -> None:
-    front = Front(metered("a"), metered("b", "OtherMeteredConnector"), names=["one", "two"], load_policy="longest")
-    sent = {"role": "kv_both", "load_policy": "longest", "failure_policy": "recompute"}
-    assert front.value("kvobs_connector_info", "one", index="0", **{"class": "MeteredConnector"}, **sent) == 1
-    assert front.value("kvobs_connector_info", "two", index="1", **{"class": "OtherMeteredConnector"}, **sent) == 1
-    versions = {"version": kvobs.__version__, "vllm_version": vllm.__version__}
-    assert front.value("kvobs_build_info", None, **versions, native="true") == 1
+    front = Engines("one", "two").front
+    sent = {"role": "kv_both", "load_policy": "first", "failure_policy": "recompute"}
+    for i, name in enumerate(("one", "two")):
+        assert front.value("kvobs_connector_info", name, index=str(i), **{"class": "MeteredConnector"}, **sent) == 1
+    versions = {"version": kvobs.__version__, "vllm_version": "0.32.0"}
+    assert front.value("kvobs_build_info", None, **versions, native="false") == 1
 
 
 def test_other_series_appear_when_first_used() -> None:
-    front = Front(metered("a"))
-    families = [f for f in front.registry.collect() if f.name.startswith("kvobs") and not f.name.endswith("_info")]
-    assert [sample.name for family in families for sample in family.samples] == ["kvobs_start_time_seconds"]
+    engines = Engines("one")
+    families = [f for f in engines.front.registry.collect() if f.name.startswith("kvobs")]
+    named = {sample.name for family in families for sample in family.samples}
+    assert named == {
+        f"kvobs_{name}" for name in ("start_time_seconds", "connector_info", "build_info", "local_cache_tokens")
+    }
 
 
 OF_CHILDREN = [signal for signal in SIGNALS if signal.bounds and signal.scope is Scope.CHILD]
 
 
 @given(st.lists(st.tuples(st.sampled_from(OF_CHILDREN), st.integers(0, 2**36)), max_size=20))
+@settings(max_examples=30, deadline=None)
 def test_a_histogram_is_what_observing_one_by_one_would_have_made(seen: list[tuple[Signal, int]]) -> None:
-    recorder = Recorder(1)
     expected = CollectorRegistry()
     more: Any = {"registry": expected}
     families = {s.name: Histogram(s.name, s.help, [*s.labels], buckets=s.buckets, **more) for s in {s for s, _ in seen}}
-    for signal, ns in seen:
-        values = [v[0] for v in signal.labels.values()]
-        recorder.observe(0, signal, ns, *values)
-        (families[signal.name].labels(*values) if values else families[signal.name]).observe(ns / 1e9)
-    front = Front(metered("a"), names=["one"])
-    front.metrics.observe({"kvobs": own(recorder.take().counts, ONE)})
+
+    def observe(recorder: Recorder) -> None:
+        for signal, ns in seen:
+            values = [v[0] for v in signal.labels.values()]
+            recorder.observe(0, signal, ns, *values)
+            of = families[signal.name].labels(*values) if values else families[signal.name]
+            of.observe(ns / 1e9)
+
+    engines = Engines("one")
+    engines.send(observe)
+    front = engines.front
     for signal, _ in seen:
         labels = {label: values[0] for label, values in signal.labels.items()}
         for bound in [*map(floatToGoString, signal.buckets), "+Inf"]:
@@ -81,14 +104,16 @@ def test_a_histogram_is_what_observing_one_by_one_would_have_made(seen: list[tup
 
 
 def test_every_series_of_the_table_is_exposed() -> None:
-    front = Front(metered("a"), names=["one"])
-    places = range(PROCESS_WIDTH + CHILD_WIDTH)
-    counts = {place: 1 for place in places if signals.locate(place)[0].signal.kind is not Kind.GAUGE}
-    gauges = {place: 1 for place in places if place not in counts}
-    counters = [s for s in SIGNALS if OPEN in s.labels.values() and s.kind is Kind.COUNTER]
-    rows = [[s.name, 0, *("x" for _ in s.labels), 1] for s in counters]
-    front.metrics.observe({"kvobs": own(counts, ONE, gauges, rows)})
-    samples = [s for family in front.registry.collect() for s in family.samples if not s.name.endswith("_created")]
+    engines = Engines("one")
+    page = engines.recorders[0].page
+    for at in range(place(1, 0)):
+        if signals.locate(at)[0].signal.kind is Kind.GAUGE:
+            page.set_gauge(at, 1)
+        else:
+            page.add(at, 1)
+    for signal in OPEN_COUNTERS:
+        page.rows.add(signal, 0, ("x",) * len(signal.labels), 1)
+    samples = [s for f in engines.front.registry.collect() for s in f.samples if not s.name.endswith("_created")]
     exposed = {s.name.removesuffix("_count") for s in samples}
     ours = [signal for signal in SIGNALS if signal.scope in {Scope.CHILD, Scope.PROCESS}]
     assert exposed >= {signal.name for signal in ours}
@@ -100,28 +125,36 @@ def test_every_series_of_the_table_is_exposed() -> None:
             assert ("connector" in sample.labels) is (signal.scope is Scope.CHILD)
 
 
-def test_applying_costs_and_faults_of_this_process_are_counted() -> None:
-    front = Front(metered("a"), names=["one"])
+def until(condition: Any, seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(condition())
+
+
+@pytest.mark.usefixtures("in_production")
+def test_faults_of_this_process_are_counted() -> None:
+    engines = Engines("one")
+    front = engines.front
     faults._counts["rebuild"] += 2
-    front.metrics.observe({})
+    front.shown.look()
     assert front.value("kvobs_internal_errors_total", None, where="rebuild") == 2
-    assert (front.value("kvobs_self_seconds_total", None, where="apply") or 0) > 0
 
 
-def test_the_time_of_each_payload_is_counted_whether_it_has_numbers_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    front = Front(metered("a"), names=["one"])
-    times = [0, 5, 9, 100, 103, 110]  # begin, applied, cut
-    monkeypatch.setattr(prometheus, "perf_counter_ns", lambda: times.pop(0))
-    front.metrics.observe({"kvobs": own({}, ONE)})
-    front.metrics.observe({"kvobs": own({HIT: 1}, ONE)})
-    for where, ns in (("apply", 8), ("cut", 11)):
-        assert front.value("kvobs_self_seconds_total", None, where=where) == pytest.approx(ns / 1e9, rel=1e-9)
+def test_a_line_for_each_connector_is_logged_in_each_interval(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "0.3")
+    engines = Engines("one", engines=2)
+    hits(engines, 3, engine=1)
+    assert until(lambda: "engine 001, connector one: lookups=3, hits=3" in caplog.text)
 
 
 def test_spans_that_the_exporters_thread_loses_are_counted_for_the_first_engine() -> None:
-    front = Front(metered("a"), names=["one"], engines=2)
-    front.metrics._drop_spans("export", 3)
-    front.metrics._drop_spans("queue", 2)
+    front = Engines("one", engines=2).front
+    front.shown._drop_spans("export", 3)
+    front.shown._drop_spans("queue", 2)
     assert front.value("kvobs_spans_dropped_total", None, where="export") == 3
     assert front.value("kvobs_spans_dropped_total", None, where="queue") == 2
     assert front.value("kvobs_spans_dropped_total", None, where="export", engine="1") is None
@@ -130,25 +163,33 @@ def test_spans_that_the_exporters_thread_loses_are_counted_for_the_first_engine(
 @pytest.mark.usefixtures("in_production")
 def test_spans_that_can_not_be_counted_as_lost_are_an_internal_error() -> None:
     front = Front(metered("a"), names=["one"])
-    front.metrics._totals.clear()
-    front.metrics._drop_spans("export", 3)
-    assert faults.take() == {"cut": 1}
+    front.shown._is_over.set()
+    front.shown._totals.clear()
+    front.shown._drop_spans("export", 3)
+    assert faults.take() == {"export": 1}
 
 
-def test_a_payload_without_numbers_costs_no_metric_anything_until_one_with_numbers_comes() -> None:
-    front = Front(metered("a"), names=["one"])
-    bare = {"kvobs": own({}, ONE), "one": {"n": 1}}
-    for _ in range(3):
-        front.metrics.observe(bare)
-    assert front.value("scripted_things_total", "one") == 3
-    assert front.value("kvobs_self_seconds_total", None, where="apply") is None
-    spent = front.metrics._spent[0][prometheus._APPLY]
-    assert spent > 0
-    front.metrics.observe({"kvobs": own({HIT: 1}, ONE)})
-    assert (front.value("kvobs_self_seconds_total", None, where="apply") or 0) > spent / 1e9
-    faults._counts["rebuild"] += 2
-    front.metrics.observe(bare)
-    assert front.value("kvobs_internal_errors_total", None, where="rebuild") == 2, "faults do not wait"
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """Return where the spans of engines end that are traced from now on."""
+    no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1")
+    made = InMemorySpanExporter()
+    monkeypatch.setattr(span_export, "make_exporter", lambda _endpoint: made)
+    return made
+
+
+def test_the_spans_of_each_engine_are_exported_and_those_of_the_last_moment_too(exporter: Any) -> None:
+    engines = Engines("one", engines=2)
+    for i, recorder in enumerate(engines.recorders):
+        recorder.page.spans[0].write([record(start_ns=i)])
+    engines.front.export_spans()
+    found = [(span.start_time, (span.attributes or {})["kv_transfer.engine"]) for span in exporter.get_finished_spans()]
+    assert sorted(found) == [(0, 0), (1, 1)]
+    engines.front.shown._is_over.set()
+    time.sleep(2 * prometheus.LOOK_S)
+    engines.recorders[0].page.spans[1].write([record(start_ns=7, reason=Reason.SLOW)])
+    engines.front.shown.close()
+    assert max(span.start_time or 0 for span in exporter.get_finished_spans()) == 7
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["flat", "as vLLM before 0.30 sends it"])
@@ -166,9 +207,6 @@ def test_a_child_whose_metrics_can_not_be_made_costs_the_others_nothing(caplog: 
     assert "'one' can't define its own metrics" in caplog.text
 
 
-REAL: Any = {kind: kind for kind in (Counter, Gauge, Histogram)}
-
-
 @pytest.fixture
 def registry() -> Iterator[CollectorRegistry]:
     """Return the registry of the process, without the metrics of engines."""
@@ -181,70 +219,120 @@ def exposed(registry: CollectorRegistry) -> list[str]:
     return [family.name for family in registry.collect() if family.name.startswith("kvobs_")]
 
 
+def shows(front: Front) -> bool:
+    """Return whether the engine of an API server is told that it shows its metrics."""
+    server = Identity.of(front.config).server
+    return files.is_held(files.folder(), f"{server}-0{files.COLLECTOR}")
+
+
+def real(*names: str, engines: int = 1, **kvobs: Any) -> Front:
+    return Front(*map(metered, names), names=list(names), types=REAL, engines=engines, **kvobs)
+
+
 def test_an_engine_built_twice_in_one_process_starts_with_fresh_series(registry: CollectorRegistry) -> None:
     """The registry refuses a name that it has; and of two engines' numbers those of the last one are shown."""
-    labels = {**LABELS, "connector": "one", "outcome": "hit"}
-    for _ in range(2):
-        front = Front(metered("a"), names=["one"], types=REAL)
-        front.metrics.observe({"kvobs": own({HIT: 1}, ONE)})
-        assert registry.get_sample_value("kvobs_lookups_total", labels) == 1
-        assert len(exposed(registry)) == len(set(exposed(registry))) == len(prometheus._METRICS)
+    first = real("one")
+    assert shows(first)
+    second = real("one")
+    assert (shows(first), shows(second)) == (False, True)
+    assert len(exposed(registry)) == len(set(exposed(registry))) == len(prometheus._METRICS)
+    MultiKVConnectorPromMetrics._forget_last_engine()
+    assert not shows(second)
+    assert exposed(registry) == []
+
+
+def test_an_engine_that_nothing_shows_any_more_is_watched_no_more() -> None:
+    before = {*threading.enumerate()}
+    front = Front(metered("a"), names=["one"])
+    begun = {*threading.enumerate()} - before
+    assert {thread.name for thread in begun} == {"kvobs-watch", "kvobs-spans"}
+    front.shown.close()
+    del front
+    gc.collect()
+    assert until(lambda: not any(thread.is_alive() for thread in begun))
 
 
 def test_childrens_families_are_new_with_engines(registry: CollectorRegistry, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM has unregistered its own ones by then, and none of other names."""
     for n in (1, 2):
-        front = Front(metered("a"), metered("b"), names=["one", "two"], types=REAL)
+        front = real("one", "two")
         front.metrics.observe({"one": {"n": n}, "two": {"n": n}})
         assert registry.get_sample_value("scripted_things_total", {**LABELS, "connector": "two"}) == n
     assert "can't define its own metrics" not in caplog.text
 
 
-def test_family_has_the_series_of_all_engines(registry: CollectorRegistry) -> None:
-    front = Front(metered("a"), names=["one"], engines=2, types=REAL)
+def test_family_has_the_series_of_all_engines(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.top_engines.Front", lambda *of, **more: Front(*of, types=REAL, **more))
+    engines = Engines("one", engines=2)
     for engine in (0, 1):
-        front.metrics.observe({"kvobs": own({HIT: 1 + engine}, ONE)}, engine)
+        hits(engines, 1 + engine, engine=engine)
     (family,) = [family for family in registry.collect() if family.name == "kvobs_lookups"]
     assert {sample.labels["engine"]: sample.value for sample in family.samples} == {"0": 1, "1": 2}
     assert family.documentation == LOOKUPS.help
 
 
-def test_a_part_of_the_metrics_can_be_asked_for(registry: CollectorRegistry) -> None:
-    Front(metered("a"), types=REAL)
+def test_a_part_of_the_metrics_can_be_asked_for(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.top_engines.Front", lambda *of, **more: Front(*of, types=REAL, **more))
+    engines = Engines("one")
     asked = registry.restricted_registry(["kvobs_build_info"])
     assert [sample.name for family in asked.collect() for sample in family.samples] == ["kvobs_build_info"]
+    del engines
 
 
 @pytest.mark.usefixtures("in_production")
 def test_metrics_that_can_not_be_registered_cost_the_children_theirs_nothing(registry: CollectorRegistry) -> None:
+    """And the engine starts its exporter: it is not told that they are shown."""
     other = Counter("kvobs_lookups_total", "Of someone else.", registry=registry)
-    front = Front(metered("a"), names=["one"], types=REAL)
-    assert faults.take() == {"apply": 1}
-    front.metrics.observe({"one": {"n": 3}, "kvobs": own({HIT: 1}, ONE)})
+    front = real("one")
+    assert faults.take() == {"read": 1}
+    assert not shows(front)
+    front.metrics.observe({"one": {"n": 3}})
     assert registry.get_sample_value("scripted_things_total", {**LABELS, "connector": "one"}) == 3
     registry.unregister(other)
-    Front(metered("a"), types=REAL)
+    assert shows(real("one"))
     assert faults.take() == {}, "what was not registered is no fault of the next engine"
 
 
-@pytest.mark.parametrize(("option", "warnings"), [({}, 1), ({"exporter": None}, 0)], ids=["auto", "never"])
-def test_numbers_that_nobody_sees_are_warned_of_once_unless_it_is_known(
-    registry: CollectorRegistry,
+@pytest.mark.parametrize(
+    ("variables", "option", "is_shown"),
+    [
+        ({}, {}, True),
+        ({}, {"exporter": None}, True),
+        ({}, {"exporter": {}}, False),
+        ({}, {"exporter": {"port": 1234}}, False),
+        ({versions.MULTIPROCESS: "/tmp"}, {}, False),
+    ],
+    ids=str,
+)
+def test_they_are_shown_where_a_collector_is_seen_and_no_exporter_runs(
+    variables: dict[str, str],
     option: dict[str, Any],
-    warnings: int,
-    caplog: pytest.LogCaptureFixture,
+    is_shown: bool,
+    registry: CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With this variable vLLM shows files, and no collectors; the engine may not know of it."""
-    monkeypatch.setenv(versions.MULTIPROCESS, "/tmp")
-    front = Front(metered("a"), names=["one"], types=REAL, **option)
-    for _ in range(2):
-        front.metrics.observe({"kvobs": own({}, ONE)})
-    assert "does not show them" not in caplog.text
-    for _ in range(2):
-        front.metrics.observe({"kvobs": own({HIT: 1}, ONE)})
+    monkeypatch.delenv(versions.MULTIPROCESS, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    front = real("one", **option)
+    assert bool(exposed(registry)) is is_shown
+    assert shows(front) is is_shown
+
+
+def test_where_an_exporter_runs_already_it_shows_them(
+    registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    server = Identity.of(real("one", engine_id="mine").config).server
+    MultiKVConnectorPromMetrics._forget_last_engine()
+    lock = lock_of(server)
+    front = real("one", engine_id="mine")
+    assert not shows(front)
     assert exposed(registry) == []
-    assert caplog.text.count("does not show them") == warnings
+    assert caplog.text.count("kvobs's exporter shows the metrics: they are not at /metrics of this process") == 1
+    lock.release()
+    assert shows(real("one", engine_id="mine"))
 
 
 class RayMetrics:
@@ -281,7 +369,8 @@ def test_vllms_classes_in_front_of_ray_get_the_childrens_numbers(
     of = ray_wrappers.RayKVConnectorProm
     types = {Counter: of._counter_cls, Gauge: of._gauge_cls, Histogram: of._histogram_cls}
     front = Front(metered("a"), names=["one"], types=types)
-    front.metrics.observe({"kvobs": own({HIT: 1}, ONE), "one": {"n": 4}})
+    front.metrics.observe({"one": {"n": 4}})
     assert [(name, value, tags["connector"]) for name, value, tags in ray.sent] == [("scripted_things", 4, "one")]
     assert exposed(registry) == []
+    assert not shows(front)
     assert faults.take() == {}

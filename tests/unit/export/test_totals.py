@@ -1,30 +1,33 @@
-"""The totals of an engine: what is added is there and published, and nothing that is not this engine's."""
+"""The series of an engine: what its pages hold is published, and nothing that is not this engine's."""
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import pairwise
 from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
-import msgspec
 import pytest
 from hypothesis import given, settings
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
-from kvobs.export.engine_watch import End
-from kvobs.export.totals import FRESH_S, Exposition, Point, Totals
-from kvobs.probe.black_box import Call
-from kvobs.probe.increments import Increments
+from kvobs import faults
+from kvobs.export.engine_watch import EngineWatch
+from kvobs.export.totals import FRESH_S, Exposition, Point, Totals, TotalsCollector
+from kvobs.page import files
+from kvobs.page.description import ConnectorInfo, End
+from kvobs.page.layout import HEAD, MAGIC, VERSION
+from kvobs.page.reader import Call
 from kvobs.schema import signals, spans
-from kvobs.schema.signals import LOAD_DURATION, SERIES_AT_MOST, SIGNALS, Kind, Scope, Signal, labelnames, place, slot
-from kvobs.telemetry.payload import wire
-from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.payload.wire import ConnectorInfo
+from kvobs.schema.signals import LOAD_DURATION, SIGNALS, Kind, Scope, Signal, labelnames, place, slot
 from tests.support.contexts import record
-from tests.support.payloads import CONNECTORS, engine, numbers, stopped_clock
+from tests.support.watched import process
+from tests.support.written import CONNECTORS, Numbers, Pages, numbers, stopped_clock
 
 HIT = slot(signals.LOOKUPS, "hit")
 TWO_MS = 2_000_000
@@ -40,109 +43,98 @@ def value(totals: Totals, signal: Signal, *labels: str) -> float | None:
     return found[0] if found else None
 
 
-def added(parts: Iterable[Increments]) -> Totals:
-    totals = Totals(engine())
-    for part in parts:
-        totals.add(part)
-    return totals
-
-
-@given(st.lists(numbers(), max_size=4), st.randoms(use_true_random=False))
-def test_the_order_of_payloads_does_not_matter_but_for_gauges(parts: list[Increments], random: object) -> None:
-    parts = [part._replace(gauges={}) for part in parts]
-    shuffled = list(parts)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    one, other = ({s: sorted(p) for s, p in added(some).series()} for some in (parts, shuffled))
-    assert one == other
-
-
 def test_each_metric_has_its_labels_and_its_place() -> None:
-    totals = added(
-        [Increments({place(0, HIT): 2, place(1, HIT): 3, slot(signals.SELF_SECONDS, "flush"): 5 * 10**8}, [], {})]
-    )
+    pages = Pages(None, 0)
+    pages.add(place(0, HIT), 2)
+    pages.add(place(1, HIT), 3, writer=1)
+    pages.add(slot(signals.GC_PAUSES, "worker"), 5 * 10**8, writer=1)
+    totals = pages.totals()
     assert value(totals, signals.LOOKUPS, "one", "hit") == 2
     assert value(totals, signals.LOOKUPS, "two", "hit") == 3
-    assert value(totals, signals.SELF_SECONDS, "flush") == 0.5
+    assert value(totals, signals.GC_PAUSES, "worker") == 0.5
     assert [signal for signal, _ in totals.series()] == list(SIGNALS)
     for signal, found in totals.series():
         assert {len(point.labels) for point in found} <= {len(labelnames(signal))}
 
 
-ERROR, IN_FLIGHT = "kvobs_call_errors_total", slot(signals.IN_FLIGHT, "load")
+def test_before_the_first_page_every_metric_is_there_without_series() -> None:
+    pages = Pages()
+    pages.writers[0].close()
+    assert [(signal, list(found)) for signal, found in pages.totals().series()] == [(each, []) for each in SIGNALS]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"counts": {place(2, HIT): 1}},
-        {"counts": {-1: 1}},
-        {"counts": {place(0, IN_FLIGHT): 1}},
-        {"gauges": {place(2, IN_FLIGHT): 1}},
-        {"gauges": {place(0, HIT): 7}},
-        {"opened": [[ERROR, 2, "a", "b", 1]]},
-        {"opened": [[ERROR, -1, "a", "b", 1]]},
-        {"opened": [[ERROR, 0, "a", "b", -1]]},
-        {"opened": [[ERROR, 0, "a", 1]]},
-        {"opened": [["unknown", 0, 1]]},
-        {"opened": [["kvobs_lookups_total", 0, "hit", 1]]},
-        {"opened": [["kvobs_connector_info", 0, *"abcde", 1]]},
-        {"opened": [["kvobs_engine_ended", 0, "one", "wait_for_save", "SIGKILL", 1]]},
-    ],
-    ids=str,
-)
-def test_numbers_of_no_series_of_this_engine_are_refused_with_all_that_came_with_them(wrong: dict[str, Any]) -> None:
-    totals = added([Increments({place(0, HIT): 1}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 2})])
-    before = list(totals.series())
-    right = Increments({place(0, HIT): 4}, [[ERROR, 0, "a", "b", 1]], {place(0, IN_FLIGHT): 3})
-    counts, gauges = right.counts | wrong.get("counts", {}), right.gauges | wrong.get("gauges", {})
-    with pytest.raises(ValueError, match="of no connector of one, two|gauge|no series has the row"):
-        totals.add(Increments(counts, [*right.opened, *wrong.get("opened", [])], gauges))
-    assert list(totals.series()) == before
+def test_a_model_has_the_name_that_the_api_server_gives_it() -> None:
+    totals = Pages(index=3).totals(model="another")
+    assert {point.labels[:2] for _, found in totals.series() for point in found} == {("another", "3")}
 
 
-def test_open_series_are_limited() -> None:
-    rows = [["kvobs_call_errors_total", 0, "save_kv_layer", f"E{i}", 1] for i in range(SERIES_AT_MOST + 9)]
-    totals = added(
-        [Increments({}, rows, {}), Increments({}, [["kvobs_call_errors_total", 1, "h", "E", 1], rows[0]], {})]
-    )
-    found = points(totals, signals.CALL_ERRORS)
-    assert len(found) == SERIES_AT_MOST + 2
-    assert value(totals, signals.CALL_ERRORS, "one", "_OTHER", "_OTHER") == 9
-    assert value(totals, signals.CALL_ERRORS, "one", "save_kv_layer", "E0") == 2
-    assert value(totals, signals.CALL_ERRORS, "two", "h", "E") == 1
+def test_open_series_have_their_labels() -> None:
+    pages = Pages(None, 0)
+    for page in pages.writers:
+        page.rows.add(signals.CALL_ERRORS, 0, ("save_kv_layer", "OSError"), 1)
+    pages.writers[1].rows.add(signals.PEER_LOAD_SECONDS, 1, ("host:1",), 10**9)
+    totals = pages.totals()
+    assert points(totals, signals.CALL_ERRORS) == [Point(("tiny", "0", "one", "save_kv_layer", "OSError"), 2)]
+    assert value(totals, signals.PEER_LOAD_SECONDS, "two", "host:1") == 1
 
 
 def test_a_gauge_has_its_last_value_and_an_age_grows_until_there_is_none() -> None:
-    load, oldest = slot(signals.IN_FLIGHT, "load"), slot(signals.OLDEST_IN_FLIGHT, "load")
-    totals = added(
-        [Increments({}, [], {place(0, load): 2, place(0, oldest): 5 * 10**9}), Increments({}, [], {place(0, load): 1})]
-    )
-    assert value(totals, signals.IN_FLIGHT, "one", "load") == 1
-    for now_s in (6, 66):
-        with stopped_clock(now_s * 10**9):
-            assert value(totals, signals.OLDEST_IN_FLIGHT, "one", "load") == pytest.approx(now_s - 5)
-    totals.add(Increments({}, [], {place(0, oldest): 0}))
-    assert value(totals, signals.OLDEST_IN_FLIGHT, "one", "load") == 0
+    load, oldest = (place(0, slot(signal, "load")) for signal in (signals.IN_FLIGHT, signals.OLDEST_IN_FLIGHT))
+    pages = Pages(None, 0)
+    page, totals = pages.writers[0], pages.totals()
+    assert points(totals, signals.IN_FLIGHT) == [], "a gauge that was never set is none"
+    for n in (2, 1, 0):
+        page.set_gauge(load, n)
+        page.set_gauge(oldest, 5 * 10**9 * bool(n))
+        assert value(totals, signals.IN_FLIGHT, "one", "load") == n
+        for now_s in (6, 66):
+            with stopped_clock(now_s * 10**9):
+                age = value(totals, signals.OLDEST_IN_FLIGHT, "one", "load")
+                assert age == (pytest.approx(now_s - 5) if n else 0)
 
 
 @pytest.mark.parametrize(("halted_s", "age_s"), [(0, 61), (3, 61), (60, 6)])
 def test_an_age_begins_again_after_a_process_of_the_engine_was_stopped(halted_s: int, age_s: int) -> None:
     watch: Any = SimpleNamespace(calls=list, end=None, previous=None, halted_ns=halted_s * 10**9)
-    totals = Totals(engine(), watch)
-    totals.add(Increments({}, [], {place(0, slot(signals.OLDEST_IN_FLIGHT, "load")): 5 * 10**9}))
+    pages = Pages()
+    pages.writers[0].set_gauge(place(0, slot(signals.OLDEST_IN_FLIGHT, "load")), 5 * 10**9)
     with stopped_clock(66 * 10**9):
-        assert value(totals, signals.OLDEST_IN_FLIGHT, "one", "load") == pytest.approx(age_s)
+        assert value(pages.totals(watch=watch), signals.OLDEST_IN_FLIGHT, "one", "load") == pytest.approx(age_s)
+
+
+@pytest.mark.parametrize("fault", ["hangs", "holds the GIL"])
+def test_numbers_are_right_and_ages_grow_while_the_engine_hangs(fault: str) -> None:
+    """Also of the call before the one that hangs, and without a turn of its GIL."""
+    pages = Pages(0, connectors=(ConnectorInfo("cpu"), ConnectorInfo("remote")))
+    pages.writers[0].set_gauge(place(1, slot(signals.OLDEST_IN_FLIGHT, "load")), perf_counter_ns() - 7 * 10**9)
+    with process(pages.engine_id, None, fault):
+        engine = pages.engine()
+        totals = Totals(engine, EngineWatch(engine))
+        deadline = time.monotonic() + 60
+        while not points(totals, signals.CALL_IN_PROGRESS) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        calls = {p.labels[2]: sum(p.buckets) for p in points(totals, signals.CALL_DURATION) if sum(p.buckets)}
+        ages = [
+            (points(totals, signal)[0].value, time.monotonic())
+            for signal in (signals.CALL_IN_PROGRESS, signals.OLDEST_IN_FLIGHT) * 2
+        ]
+    assert calls == {"cpu": 1}
+    assert 1 <= ages[0][0] < 7 < ages[1][0]
+    for (young, then), (old, now) in zip(ages[:2], ages[2:], strict=True):
+        assert old - young == pytest.approx(now - then, abs=0.5)
 
 
 def test_a_span_marks_the_bucket_of_its_duration() -> None:
-    totals = Totals(engine())
+    pages = Pages()
+    totals = pages.totals()
     attributes = {spans.CONNECTOR: "one", spans.MODE: "async", spans.OUTCOME: "ok"}
     load = record(name="kv.load", observed_ns=TWO_MS, attributes=attributes)
     totals.mark(load, 12.0)
     assert points(totals, signals.LOAD_DURATION) == [], "an exemplar alone is no series"
     first = place(0, slot(signals.LOAD_DURATION, "async"))
     bucket = signals.LOAD_DURATION.bucket(TWO_MS)
-    totals.add(Increments({first + bucket: 1, first + signals.LOAD_DURATION.sum_offset: TWO_MS}, [], {}))
+    pages.add(first + bucket, 1)
+    pages.add(first + signals.LOAD_DURATION.sum_offset, TWO_MS)
     (point,) = points(totals, signals.LOAD_DURATION)
     assert dict(point.marks) == {bucket: (TWO_MS * 1e-9, 12.0, load.trace_id, load.span_id)}
     assert point.value == TWO_MS * 1e-9
@@ -154,25 +146,47 @@ def test_a_span_marks_the_bucket_of_its_duration() -> None:
 
 def test_the_engine_and_its_connectors_are_there_from_the_start() -> None:
     """Also kvobs_start_time_seconds and kvobs_link_bytes_per_second."""
-    totals = Totals(engine(index=2))
+    pages = Pages(None, 0, index=2)
+    totals = pages.totals()
     found = points(totals, signals.CONNECTOR_INFO)
     assert [point.labels for point in found] == [
         ("tiny", "2", name, str(i), "MeteredConnector", "kv_both", "first", "recompute")
         for i, name in enumerate(CONNECTORS)
     ]
-    assert [point.value for point in points(totals, signals.BUILD_INFO)] == [1]
-    assert points(totals, signals.START_TIME) == [Point(("tiny", "2"), 1e-9)]
+    (build,) = points(totals, signals.BUILD_INFO)
+    assert (build.labels, build.value) == (("tiny", "2", "1", "0.32.0", "false"), 1)
+    (start,) = points(totals, signals.START_TIME)
+    assert start.labels == ("tiny", "2")
+    assert start.value == pytest.approx(pages.writers[0].process.began_ns / 1e9)
     assert points(totals, signals.LINK_SPEED) == []
     connectors = (ConnectorInfo("one", "C", "kv_both", link_gbps=400), ConnectorInfo("two", "C", "kv_both"))
-    assert points(Totals(engine(connectors=connectors)), signals.LINK_SPEED) == [Point(("tiny", "0", "one"), 50e9)]
+    assert points(Pages(connectors=connectors).totals(), signals.LINK_SPEED) == [Point(("tiny", "0", "one"), 50e9)]
 
 
 def test_the_exporters_own_gauges_are_set_there() -> None:
-    totals = Totals(engine())
-    totals.set_exporter_gauge(signals.ENGINE_UP, 1)
+    totals = Pages().totals()
+    totals.set_gauge(signals.ENGINE_UP, 1)
     assert value(totals, signals.ENGINE_UP) == 1
-    totals.add(Increments.none())
     assert {s for s, found in totals.series() if s.scope is Scope.EXPORTER and found} == {signals.ENGINE_UP}
+
+
+def test_what_this_process_counts_is_added_to_the_engines_numbers() -> None:
+    where = slot(signals.INTERNAL_ERRORS, "read")
+    pages = Pages()
+    pages.add(where, 2)
+    totals = pages.totals(own={where: 3})
+    assert value(totals, signals.INTERNAL_ERRORS, "read") == 5
+    totals.count(where, 4)
+    assert value(totals, signals.INTERNAL_ERRORS, "read") == 9
+    assert totals.own == {where: 7}
+
+
+def test_a_page_of_another_version_is_an_internal_error() -> None:
+    pages = Pages()
+    (files.folder() / f"{pages.name}rank0-1-1{files.SUFFIX}").write_bytes(HEAD.pack(MAGIC, VERSION ^ 1, 8) + bytes(99))
+    totals = pages.totals()
+    for _ in range(2):
+        assert value(totals, signals.INTERNAL_ERRORS, "version") == 1
 
 
 def test_calls_in_progress_and_the_end_are_those_that_the_watch_sees() -> None:
@@ -185,7 +199,7 @@ def test_calls_in_progress_and_the_end_are_those_that_the_watch_sees() -> None:
         Call("cpu", "register_kv_caches", 0, now - 3 * 10**9),
     ]
     watch: Any = SimpleNamespace(calls=lambda: calls, end=None, previous=None, halted_ns=0)
-    totals = Totals(engine(), watch)
+    totals = Pages().totals(watch=watch)
     ages = {point.labels: point.value for point in points(totals, signals.CALL_IN_PROGRESS)}
     assert ages == {
         ("tiny", "0", "remote", "wait_for_save", "1"): pytest.approx(9, abs=1),
@@ -207,82 +221,147 @@ def test_calls_in_progress_and_the_end_are_those_that_the_watch_sees() -> None:
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
 
 
-def exposition(totals: Totals, clock: Callable[[], float] = time.monotonic) -> Exposition:
-    return Exposition(totals, lambda: None, clock)
+def exposition(*totals: Totals, clock: Callable[[], float] = time.monotonic) -> Exposition:
+    return Exposition(lambda: totals, lambda: None, clock)
 
 
-def samples(totals: Totals) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    families = plain(exposition(totals).text("")[1].decode())
+def samples(*totals: Totals) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    families = plain(exposition(*totals).text("")[1].decode())
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
 
-@given(st.lists(numbers(), max_size=4), st.integers(1, 10**6))
-@settings(max_examples=40, deadline=None)
+@given(st.lists(numbers(at_most=2**60), max_size=3))
+@settings(max_examples=20, deadline=None)
 @stopped_clock()
-def test_totals_of_any_size_are_the_same_after_every_hop(parts: list[Increments], times: int) -> None:
-    """Two ranks' payloads, merged; by msgpack, as to an API server; and, added up, by a line to an exporter."""
-    children, expected, sent = dict.fromkeys(CONNECTORS, "m:C"), Totals(engine()), Increments.none()
-    for part in parts:
-        many = part._replace(counts={slot: n * times for slot, n in part.counts.items()})
-        merged = KvobsStats.of(children, many).aggregate(KvobsStats.of(children, part._replace(gauges={})))
-        arrived = KvobsStats(data=msgspec.msgpack.decode(msgspec.msgpack.encode(merged.to_dict())))
-        sent.add(arrived.increments())
-        expected.add(many)
-        expected.add(part)
-    totals = Totals(engine())
-    totals.add(wire.read(wire.from_line(wire.to_line(wire.message(sent)))))
-    assert sent.counts == sum_of(parts, times + 1)
-    assert samples(totals) == pytest.approx(samples(expected), rel=0)
+def test_a_scrape_has_the_sums_of_all_processes(parts: list[Numbers]) -> None:
+    """Each sample is its word, or the sum of them, in Prometheus's unit; buckets are cumulative."""
+    pages = Pages(None, *range(len(parts)))
+    for part, page in zip(parts, pages.writers[1:], strict=True):
+        part.add_to(page)
+    totals = pages.totals()
+    found, counts = samples(totals), totals.engine.counts()
+    for scope in (Scope.PROCESS, Scope.CHILD):
+        for child, name in enumerate(CONNECTORS if scope is Scope.CHILD else ("",)):
+            for series in signals.SERIES[scope]:
+                signal, at = series.signal, place(child, series.first) if name else series.first
+                values = counts[at : at + series.width]
+                if signal.kind is Kind.GAUGE or not any(values):
+                    continue
+                of = dict(
+                    zip(labelnames(signal), ("tiny", "0", *([name] if name else []), *series.values), strict=True)
+                )
+                if signal.kind is Kind.COUNTER:
+                    assert found[signal.name, frozenset(of.items())] == pytest.approx(
+                        values[0] * signal.unit, rel=1e-15
+                    )
+                    continue
+                assert found[f"{signal.name}_sum", frozenset(of.items())] == pytest.approx(values[-1] * signal.unit)
+                assert found[f"{signal.name}_count", frozenset(of.items())] == float(sum(values[:-1]))
+                buckets = sorted(
+                    (float(labels["le"]), n)
+                    for (sample, has), n in found.items()
+                    if sample == f"{signal.name}_bucket" and of.items() <= (labels := dict(has)).items()
+                )
+                assert [n for _, n in buckets] == pytest.approx([sum(values[: i + 1]) for i in range(len(buckets))])
+    rows = {(s.name, *p.labels[2:]): p.value / s.unit for s, ps in totals.series() if s.is_open for p in ps if ps}
+    for (signal, child, texts), n in totals.engine.rows().items():
+        assert rows[signal.name, CONNECTORS[child], *texts] == pytest.approx(n)
 
 
-def sum_of(parts: list[Increments], times: int) -> dict[int, int]:
-    return {slot: sum(part.counts.get(slot, 0) for part in parts) * times for part in parts for slot in part.counts}
+def test_the_series_of_several_engines_are_in_one_text_and_not_mixed() -> None:
+    first = Pages(None, 0)
+    second = Pages(None, of=first, index=1)
+    first.add(place(0, HIT), 3, writer=1)
+    second.add(place(0, HIT), 4)
+    found = samples(first.totals(), second.totals())
+    of_hits = {dict(labels)["engine"]: n for (name, labels), n in found.items() if name == "kvobs_lookups_total"}
+    assert of_hits == {"0": 3, "1": 4}
 
 
-def loaded() -> Totals:
-    totals = Totals(engine())
+def test_no_number_of_a_scrape_falls_while_processes_come_and_go() -> None:
+    pages = Pages(None)
+    totals, seen = pages.totals(), list[float]()
+    for i in range(4):
+        pages.begin(0)
+        totals.engine.find()
+        for writer in range(len(pages.writers)):
+            pages.add(place(0, HIT), 1, writer=writer)
+        if i % 2:
+            pages.writers[-1].close()
+        seen.append(value(totals, signals.LOOKUPS, "one", "hit") or 0)
+    assert seen == [2, 5, 9, 14]
+    assert all(before <= after for before, after in pairwise(seen))
+
+
+def loaded() -> tuple[Pages, Totals]:
+    pages = Pages()
+    totals = pages.totals()
     first = place(0, slot(LOAD_DURATION, "async"))
-    totals.add(
-        Increments({first + LOAD_DURATION.bucket(2_000_000): 3, first + LOAD_DURATION.sum_offset: 6_000_000}, [], {})
-    )
+    pages.add(first + LOAD_DURATION.bucket(TWO_MS), 3)
+    pages.add(first + LOAD_DURATION.sum_offset, 3 * TWO_MS)
     attributes: dict[str, spans.Value] = {spans.CONNECTOR: "one", spans.MODE: "async"}
-    totals.mark(record(name="kv.load", observed_ns=2_000_000, attributes=attributes), 5.0)
-    return totals
+    totals.mark(record(name="kv.load", observed_ns=TWO_MS, attributes=attributes), 5.0)
+    return pages, totals
 
 
 def test_openmetrics_has_exemplars_at_the_same_path() -> None:
-    content_type, text = exposition(loaded()).text(OPENMETRICS)
+    _pages, totals = loaded()
+    content_type, text = exposition(totals).text(OPENMETRICS)
     assert content_type.startswith("application/openmetrics-text")
     families: Any = open_metrics(text.decode())  # type: ignore[no-untyped-call]
     marked = [s for f in families for s in f.samples if s.exemplar is not None]
     assert [s.labels["le"] for s in marked] == ["0.00232267"]
     assert marked[0].exemplar.labels == {"trace_id": record().trace_id}
     assert marked[0].exemplar.value == 0.002
-    content_type, text = exposition(loaded()).text("text/plain")
+    content_type, text = exposition(totals).text("text/plain")
     assert content_type.startswith("text/plain")
     assert not [s for f in plain(text.decode()) for s in f.samples if s.exemplar is not None]
 
 
+@pytest.mark.usefixtures("in_production")
+def test_an_error_takes_no_other_metrics_from_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry asks all collectors at once: vLLM's own metrics would be lost with kvobs's."""
+    totals, registry = Pages().totals(), CollectorRegistry()
+    vllms = Counter("vllms_own", "...", registry=registry)
+    registry.register(TotalsCollector(lambda: [totals]))
+    vllms.inc()
+    with monkeypatch.context() as patch:
+        patch.setattr(totals.engine, "counts", Mock(side_effect=RuntimeError("of kvobs")))
+        text = generate_latest(registry).decode()
+    assert "vllms_own_total 1.0" in text
+    assert "kvobs_lookups_total{" not in text
+    assert faults.take() == {"read": 1}
+    assert "kvobs_start_time_seconds{" in generate_latest(registry).decode()
+
+
 def test_every_metric_of_the_table_is_announced() -> None:
-    _, text = exposition(Totals(engine())).text("")
-    kinds = {family.name: family.type for family in plain(text.decode())}
-    for signal in signals.SIGNALS:
-        name = signal.name.removesuffix("_total") if signal.kind is Kind.COUNTER else signal.name
-        assert kinds[name] == signal.kind.value
+    for totals in ([], [Pages().totals()]):
+        _, text = exposition(*totals).text("")
+        kinds = {family.name: family.type for family in plain(text.decode())}
+        for signal in signals.SIGNALS:
+            name = signal.name.removesuffix("_total") if signal.kind is Kind.COUNTER else signal.name
+            assert kinds[name] == signal.kind.value
 
 
 def test_scrapes_at_the_same_time_get_the_same_text() -> None:
-    now, totals = 0.0, loaded()
-    page = exposition(totals, lambda: now)
+    now, (pages, totals), refreshed = 0.0, loaded(), list[float]()
+    page = Exposition(lambda: [totals], lambda: refreshed.append(now), lambda: now)
     before = page.text("")
-    totals.add(Increments({place(1, slot(signals.LOOKUPS, "hit")): 1}, [], {}))
+    pages.add(place(1, HIT), 1)
     assert page.text("") == before
     assert page.text(OPENMETRICS) != before
     assert page.text("text/plain; version=x")[0] == before[0], "as without a wish"
+    pages.add(place(1, HIT), 1)
     now += FRESH_S
-    assert page.text("") != before
+    again = page.text("")
+    assert again != before
+    pages.add(place(1, HIT), 1)
+    page.forget()
+    assert page.text("") != again
+    assert refreshed == [0.0] * 3 + [FRESH_S] * 2
 
 
 def test_nothing_is_infinite_but_the_last_bucket() -> None:
-    _, text = exposition(loaded()).text("")
+    _pages, totals = loaded()
+    _, text = exposition(totals).text("")
     assert all(math.isfinite(s.value) for f in plain(text.decode()) for s in f.samples)

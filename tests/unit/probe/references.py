@@ -66,8 +66,6 @@ def once() -> None:
                 call("a", **keywords)
     waits = probe.waits(((22, 22, 60, 1), (-1, 22, 60, 1)), 40, bytes(65), 12)  # type: ignore[arg-type]
     waits.close(True)
-    taken = bytearray(800)
-    probe.take(0, taken)
     probe.note(1, 2, 3)
     refused(probe)
 

@@ -14,13 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvobs import faults
 from kvobs.clock import WALL_OFFSET
 from kvobs.connectors.child import Child
-from kvobs.probe import ring
+from kvobs.page import calls
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCall, LayerCalls, Stalls
 from kvobs.probe.recorder import NEVER, SUM, CallEvent
 from kvobs.schema import signals
 from kvobs.schema.signals import CALL_DURATION, locate
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 from tests.support.contexts import Noting
+from tests.support.numbers import numbers, taken
 from tests.support.probes import Kind, each_probe, recorder_of
 
 CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
@@ -112,9 +113,9 @@ def test_a_step_leaves_one_record_of_each_child_in_the_ring(kind: Kind, hook: st
     fan(10**9, 5)  # a long one
     fan.layers.close_step()
     fan.layers.close_step()
-    box = fan.recorder.box
-    expected = [(fan.now - ns, ns, ring.pack(box.marks(i, hook), 2)) for i, ns in enumerate((10**9 + 3, 9))]
-    assert ring.read(box.words[box.ring :]) == expected
+    page = fan.recorder.page
+    expected = [(fan.now - ns, ns, calls.pack(page.marks(i, hook), 2)) for i, ns in enumerate((10**9 + 3, 9))]
+    assert calls.read(page.words[page.layout.ring :]) == expected
 
 
 @each_probe
@@ -151,7 +152,7 @@ def test_an_error_ends_fan_out_and_is_counted(kind: Kind, hook: str, error: Base
     fan(1, 1, 1)
     fan.layers.close_step()
     assert [fan.histogram(i)[SUM] for i in range(3)] == [6, 8, 1]
-    assert fan.recorder.take().opened == [["kvobs_call_errors_total", 1, hook, type(error).__name__, 1]]
+    assert numbers(fan.recorder).opened == [["kvobs_call_errors_total", 1, hook, type(error).__name__, 1]]
 
 
 @each_probe
@@ -164,7 +165,7 @@ def test_slow_calls_are_counted(kind: Kind, hook: str, caplog: pytest.LogCapture
     fan.layers.close_step()
     assert "connector '0': " + hook + f" took {11 * unit_ns / 1e6:.0f} ms" in caplog.text
     assert len(caplog.records) == 1
-    slow = [n for place, n in fan.recorder.take().counts.items() if "slow" in locate(place)[0].signal.name]
+    slow = [n for place, n in numbers(fan.recorder).counts.items() if "slow" in locate(place)[0].signal.name]
     assert slow == [3]
 
 
@@ -173,7 +174,7 @@ def test_slow_calls_are_counted(kind: Kind, hook: str, caplog: pytest.LogCapture
 def test_a_fault_while_counting_an_error_hides_nothing(kind: Kind) -> None:
     fan = Fan(kind, "wait_for_layer_load", 2)
     fan.raises[1] = OSError("x")
-    fan.recorder._opened = None  # type: ignore[assignment]
+    fan.recorder.page.rows = None  # type: ignore[assignment]
     with pytest.raises(OSError, match="x"):
         fan(1, 2)
     assert faults.take() == {"record": 1}
@@ -219,7 +220,9 @@ def test_tracer_gets_slow_layers_and_sums(kind: Kind, hook: str, plan: list[list
     assert sorted(tracer.noticed, key=repr) == sorted(expected, key=repr)
     for noticed in tracer.noticed:
         noted = (*noticed[2:4], *noticed.more.values())
-        assert all(type(number) in (int, float) for number in noted), "builtins only, for the wire"
+        assert all(type(number) in (int, float) for number in noted), (
+            "builtins only, as the encoder of spans takes them"
+        )
 
 
 @each_probe
@@ -260,7 +263,7 @@ class Waits:
     def observed(self) -> dict[tuple[int, str], tuple[int, int]]:
         """Return (child, metric) -> how many observations, their sum in ns."""
         found: dict[tuple[int, str], tuple[int, int]] = {}
-        for place, n in self.recorder.take().counts.items():
+        for place, n in taken(self.recorder).counts.items():
             series, offset, child = locate(place)
             if series.signal in (signals.LOAD_STALL, signals.SAVE_STALL):
                 count, total = found.get((child, series.signal.name), (0, 0))

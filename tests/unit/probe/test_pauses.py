@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvobs.page.writer import PageWriter, describe, plain
 from kvobs.probe import pauses
-from kvobs.probe.black_box import BlackBox
 from kvobs.probe.pauses import AT_MOST, OF_PROCESS, Pauses
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import slot
+from tests.support.numbers import numbers
 from tests.support.pending import Signalled, in_collections
 
 HOOK = "wait_for_save"
@@ -52,12 +53,15 @@ def test_a_call_is_not_slow_because_of_a_collection(rank: int | None, process: s
     collected = spent - mine.ran_ns(begin, spent)
     assert 0 < collected < spent
     for seen, is_slow in ((mine, False), (Pauses(), True)):
-        recorder = Recorder(1, spent - collected // 2, box=BlackBox(["one"], rank))
+        page = PageWriter(describe(plain(["one"]), rank))
+        page.grown.append((slot(signals.GC_PAUSES, process), seen.take_collected_ns))
+        recorder = Recorder(1, spent - collected // 2, page=page)
         recorder.pauses = seen
         recorder.notice(0, HOOK, begin, spent)
         recorder.count_slow(0, HOOK, begin, spent)
         recorder.count_slow(0, HOOK, begin - spent, spent)
-        counts = recorder.take().counts
+        page.catch_up()
+        counts = numbers(recorder).counts
         assert counts[SLOW] == 2 * is_slow + 1
         assert (counts.get(slot(signals.GC_PAUSES, process), 0) >= collected) is not is_slow
     assert graph
@@ -158,7 +162,7 @@ def test_a_call_in_which_the_process_was_stopped_is_not_slow(fault: str, is_slow
             while not OF_PROCESS._looked_ns:
                 time.sleep(0.01)
             recorder.timed(0, HOOK, FAULTS[fault])()
-            counts = recorder.take().counts
+            counts = numbers(recorder).counts
             os._exit(counts.get(SLOW, 0) + 2 * (counts.get(TOOK, 0) > 2 * 10**9))
         finally:
             os._exit(9)

@@ -13,10 +13,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
+from kvobs.page.layout import RAISED_CLASS
 from kvobs.probe.layer_calls import ARGUMENTS, WAITS, LayerCall, LayerCalls
 from kvobs.probe.pure import Target
 from kvobs.probe.recorder import SUM
 from kvobs.schema.signals import LOOKUPS, slot
+from tests.support.numbers import numbers
 from tests.support.pending import Signalled, handled, sender, sent
 from tests.support.probes import PROBES, Kind, each_probe, recorder_of
 
@@ -33,7 +35,7 @@ layers = st.tuples(
     st.booleans(),
 )
 QUICK, LATE = [(0, "returns")] * CONNECTORS, (200_001, "returns")
-others = st.tuples(st.sampled_from(["close", "close, waiting", "count", "take"]))
+others = st.tuples(st.sampled_from(["close", "close, waiting", "count", "look"]))
 
 
 class Engine:
@@ -77,8 +79,8 @@ class Engine:
                 self.story.append(self.layers[hook].fan_out(*ARGUMENTS[hook], **({"key": 1} if has_keywords else {})))
         elif what == "count":
             self.recorder.count(1, slot(LOOKUPS, "hit"), 2)
-        elif what == "take":
-            self.story += self.recorder.take()[:2]
+        elif what == "look":
+            self.story += numbers(self.recorder)
         else:
             self.story += [self.layers[hook].close_step(what == "close, waiting") for hook in WAITS]
 
@@ -92,14 +94,15 @@ def test_both_count_the_same(program: list[Any]) -> None:
         engine = Engine(kind)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvobs.probe.recorder.perf_counter_ns", lambda: 0)
-            patch.setattr("kvobs.probe.recorder.cost_of_recording", lambda: 100)
-            for step in [*program, ("close",), ("take",)]:
+            for step in [*program, ("close",), ("look",)]:
                 engine.run(*step)
         stories.append(sorted(map(repr, engine.story)))  # slow layers are noticed at once, or after the last one
-        box = engine.recorder.box
-        for at in [box.marks(i, hook) for hook in STEP_HOOKS for i in range(CONNECTORS)]:
-            assert box.words[at] <= box.words[at + 1], "no call is in progress, though one may be within another"
-        pages.append((box.words[box.counts : box.ring].tolist(), box.words[: box.marks(0, STEP_HOOKS[0])].tolist()[8:]))
+        words, at_ = engine.recorder.words, engine.recorder.page.layout
+        for at in [at_.marks(i, hook) for hook in STEP_HOOKS for i in range(CONNECTORS)]:
+            assert words[at] <= words[at + 1], "no call is in progress, though one may be within another"
+        pages.append(
+            (words[at_.counts : at_.ring].tolist(), words[RAISED_CLASS : at_.marks(0, STEP_HOOKS[0])].tolist())
+        )
     assert stories[0] == stories[1]
     assert pages[0] == pages[1]
 
@@ -134,7 +137,7 @@ def test_a_connector_may_end_within_its_call(kind: Kind, hook: str, monkeypatch:
         held["call"] = recorder.timed(0, hook, connector.hook)
     del connector
     assert held["call"](*ARGUMENTS.get(hook, "r")) == ("done" if hook not in ARGUMENTS else None)
-    recorder.take()
+    numbers(recorder)
     first = recorder.calls(0, hook)
     assert sum(recorder.words[first : first + SUM]) == 1, "its call was counted"
     del recorder
@@ -200,8 +203,8 @@ def test_no_signal_is_lost_while_a_call_is_counted(kind: Kind, hook: str, has_fa
             with pytest.raises(Signalled) as raised:
                 timed(*arguments)
             assert isinstance(raised.value.__context__, KeyError) is has_failed
-    begun = recorder.box.marks(hook in ARGUMENTS, hook)
-    ended = recorder.box.fan_outs(hook) + 1 if hook in ARGUMENTS else begun + 1
+    begun = recorder.page.marks(hook in ARGUMENTS, hook)
+    ended = recorder.page.fan_outs(hook) + 1 if hook in ARGUMENTS else begun + 1
     assert 0 < recorder.words[begun] <= recorder.words[ended], "it is not in progress"
 
 
@@ -247,7 +250,6 @@ def test_the_compiled_one_refuses_positions_outside_of_its_page() -> None:
             probe.timed(len, begun, histogram, 0, len, len)
     refused: list[Callable[[], object]] = [
         lambda: probe.fan_out((), 99),
-        lambda: probe.take(99, bytearray(16)),
         lambda: probe.waits(((0, 0, 90, 0),), 0, bytes(65), 12),
     ]
     for call in refused:
@@ -266,9 +268,10 @@ else:
     create = lambda: interpreters.create(isolated=False)
 program = '''
 from kvobs.probe import compiled
-probe = compiled.Probe(memoryview(bytearray(800)).cast("q"), 90, bytes(65), 12)
+words = memoryview(bytearray(800)).cast("q")
+probe = compiled.Probe(words, 90, bytes(65), 12)
 assert probe.timed(len, 0, 2, 2**62, len, len)("four") == 4
-assert probe.take(0, bytearray(8 * 90))[2] == 1
+assert words[2] == 1
 '''
 for _ in range(3):
     one = create()

@@ -21,8 +21,7 @@ from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents
 from kvobs.routing.visibility import Visibility
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import Report, ReportKind, Stray
-from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats, StatsParts, class_path
+from kvobs.telemetry.payload.stats import Classes, MultiKVConnectorStats, RawStats, StatsParts, class_path
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.rig import assert_gone_after, assert_nothing_is_left, child_config, counted, started
 from tests.support.scripted import Events, Stats, Tally
@@ -344,7 +343,7 @@ def test_each_child_sees_its_own_metadata_events_and_stats_and_the_output_gets_a
     meta = MultiKVConnectorWorkerMetadata(metadata=(Tally(1), None, Tally(3)))
     of_first: Any = Events("x")
     shown.output.kv_cache_events = events = MultiKVEvents({0: of_first})
-    stats = MultiKVConnectorStats(data={"0": mine, "1": others, "kvobs": KvobsStats.bare({})})
+    stats = MultiKVConnectorStats(data={"0": mine, "1": others, "kvobs": Classes.of({})})
     shown.output.kv_connector_stats = stats
     shown.watchers[2].change = raising if raises else shown.watchers[2].change
     with pytest.raises(OSError, match="no") if raises else contextlib.nullcontext():
@@ -377,7 +376,7 @@ def test_stats_that_a_child_adds_to_an_output_without_any_can_be_rebuilt_by_thei
     assert [watcher.seen[0]["stats"] for watcher in shown.watchers] == [None] * 3
     assert stats_of(shown.output) == {"1": {"n": 6}}
     assert shown.output.kv_connector_stats is not None
-    assert shown.output.kv_connector_stats.data["kvobs"].children["1"].endswith(":Watcher")
+    assert shown.output.kv_connector_stats.data["kvobs"].data["1"].endswith(":Watcher")
     shown.watchers[1].change = lambda output: None
     shown.output.kv_connector_stats = None
     shown.show()

@@ -18,11 +18,11 @@ from dashboards.site import Site
 from kvobs.cli.check.live import look
 from kvobs.cli.scrapes import fetch
 from kvobs.cli.top.rows import server_row
+from kvobs.export.summary import summarize
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.percentiles import middle, percentile, quantile
 from kvobs.schema.signals import LOAD_DURATION, LOAD_STALL, LOADS, RANK_SKEW, SIGNALS, slot
 from kvobs.schema.verdicts import SLOW
-from kvobs.telemetry.payload.kvobs_stats import summarize
 from tests.support.promtool import answers
 from tests.support.top_engines import exporting
 
@@ -49,7 +49,8 @@ def test_every_tool_shows_the_true_percentiles_and_the_mean(kind: str, tmp_path:
 
     recorder = Recorder(1)
     record(recorder)
-    logged = summarize(["cpu"], recorder.take())["cpu"]
+    at = recorder.page.layout
+    logged = summarize(["cpu"], recorder.words[at.counts : at.rows].tolist(), {})["cpu"]
     with exporting(record, {}, [], ("cpu",)) as address:
         scrape = fetch(url := f"http://{address}/metrics")
         looked = look([url])

@@ -97,6 +97,7 @@ def test_open_transfers_are_those_begun_and_not_ended(events: list[tuple[str, st
     for now_ns, (what, request, tokens) in enumerate(events, 1):
         is_in = request in [each[0] for each in live]
         assert (request in in_progress) is is_in
+        in_progress.changes.clear()
         if what == "end":
             in_progress.end(request)
             live = [each for each in live if each[0] != request]
@@ -108,6 +109,8 @@ def test_open_transfers_are_those_begun_and_not_ended(events: list[tuple[str, st
             in_progress.begin(request, now_ns, tokens)
             if not is_in:
                 live.append((request, now_ns, tokens))
+        has_changed = what == "end" if is_in else what == "begin"
+        assert in_progress.changes == ({in_progress} if has_changed else set())
         assert len(in_progress) == len(live)
         assert in_progress.tokens == sum(held for _, _, held in live)
         assert in_progress.oldest_ns == (live[0][1] if live else 0)

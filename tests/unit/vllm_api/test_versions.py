@@ -1,7 +1,6 @@
 """What differs between versions of vLLM, for the installed one and for others that are imitated."""
 
 import dataclasses
-import inspect
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,9 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1 import outputs
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.engine.utils import EngineZmqAddresses
 
 from kvobs.vllm_api import versions
 
@@ -131,79 +127,25 @@ def test_the_rust_front_end_is_seen_as_by_vllm(value: str | None, is_on: bool, m
     assert of_vllm is is_on
 
 
-class Base:
-    """Builds a connector, as vLLM's scheduler does."""
-
-    def __init__(self, config: object, log_stats: Any = False) -> None:
-        self.seen = versions.has_stats()
-
-
-class Inheriting(Base):
-    """As vLLM's AsyncScheduler: hands over whatever it gets."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-
-
-class Core:
-    """As EngineCore; the scheduler below it knows better."""
-
-    def __init__(self, log_stats: bool) -> None:
-        self.scheduler = Inheriting(None, log_stats=not log_stats)
-
-
-def test_stat_logging_is_that_of_the_scheduler_that_is_being_built() -> None:
-    for cls in (Base, Inheriting):
-        assert cls(None, log_stats=True).seen is True
-        assert cls(None, log_stats=False).seen is False
-    assert Core(True).scheduler.seen is False
-    assert Base(None, log_stats="yes").seen is None
-    assert versions.has_stats() is None
-
-
-class CoreProcess:
-    """As EngineCoreProc, which answers so many API servers."""
-
-    def __init__(self, servers: int, log_stats: bool = True) -> None:
-        self.addresses = SimpleNamespace(outputs=["tcp://"] * servers)
-        self.count = versions.api_servers(SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=2)))
-
-
-@pytest.mark.parametrize(("servers", "counted"), [(0, 2), (1, 2), (4, 4)])
-def test_an_engines_api_servers_are_those_of_its_configuration_or_those_it_answers(servers: int, counted: int) -> None:
-    assert CoreProcess(servers).count == counted
-
-
-def test_vllms_engine_has_the_addresses_before_its_scheduler_builds_the_connector_and_both_get_log_stats() -> None:
-    source = inspect.getsource(EngineCoreProc.__init__)
-    assert "log_stats" in inspect.signature(EngineCoreProc.__init__).parameters
-    assert 0 < source.index("self.addresses = addresses") < source.index("super().__init__(")
-    assert "outputs" in EngineZmqAddresses.__dataclass_fields__
-    assert "log_stats" in inspect.signature(Scheduler.__init__).parameters
-    assert "KVConnectorFactory.create_connector(" in inspect.getsource(Scheduler.__init__)
-
-
 SHELL = ["sh", "-c", '"$@"; exit', ""]
 
 
 @pytest.mark.parametrize(
-    ("name", "between", "is_actor"),
-    [("ray::ServeReplica", [], True), ("raylet", [], False), ("ray::JobSupervisor", SHELL, False)],
+    ("name", "between", "is_rust"), [("vllm-rs", [], True), ("vllm-rs", SHELL, True), ("vllm", [], False)]
 )
-def test_an_actor_of_ray_that_builds_the_engine_is_recognised(name: str, between: list[str], is_actor: bool) -> None:
-    """As Ray names its actors' processes; a job of Ray's starts `vllm serve` by a shell."""
+def test_the_rust_front_end_is_seen_above_the_engine(name: str, between: list[str], is_rust: bool) -> None:
     question = f"""if True:
         import sys
         sys.path[:0] = {sys.path!r}
         from kvobs.vllm_api import versions
-        print(versions.is_in_ray_actor())
+        print(versions.has_rust_frontend())
     """
-    actor = f"""if True:
+    front_end = f"""if True:
         import ctypes, subprocess, sys
         ctypes.CDLL(None).prctl(15, {name.encode()!r})
         print(subprocess.check_output([*{between!r}, sys.executable, "-c", {question!r}], text=True))
     """
-    assert subprocess.check_output([sys.executable, "-c", actor], text=True).split() == [str(is_actor)]
+    assert subprocess.check_output([sys.executable, "-c", front_end], text=True).split() == [str(is_rust)]
 
 
 @pytest.mark.parametrize(("served", "name"), [("a", "a"), (["a", "b"], "a"), (("a", "b"), "a")])

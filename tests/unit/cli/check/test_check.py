@@ -65,7 +65,7 @@ def test_without_stats_kvobs_is_blind_and_with_traces_too_vllm_fails() -> None:
         assert [m.path for m in mistakes] == ["--disable-log-stats, --otlp-traces-endpoint"]
 
 
-@pytest.mark.parametrize("kvobs", [{}, {"exporter": {}}], ids=["by itself", "by option"])
+@pytest.mark.parametrize("kvobs", [{}, {"exporter": {}}], ids=["auto", "by option"])
 def test_with_the_exporter_nothing_is_lost(kvobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch)
     monkeypatch.setenv(RUST_FRONTEND, "1")
@@ -75,8 +75,8 @@ def test_with_the_exporter_nothing_is_lost(kvobs: dict[str, Any], monkeypatch: p
     checked = check(config_of(kvobs=kvobs), flags)
     assert (checked.warnings, checked.mistakes) == ([], [])
     assert not {"metrics", "tracing", "exemplars"} & checked.off.keys()
-    by_itself = "" if kvobs else ", which starts by itself: --disable-log-stats"
-    assert checked.metrics_go_to == f"http://127.0.0.1:9464/metrics, from kvobs's exporter{by_itself}"
+    why = "" if kvobs else ", which the engine starts: --disable-log-stats"
+    assert checked.metrics_go_to == f"http://127.0.0.1:9464/metrics, from kvobs's exporter{why}"
     assert checked.spans_go_to == "http://collector:4317, from kvobs's exporter"
 
 
@@ -164,7 +164,7 @@ def test_the_holder_of_the_port_is_named_in_a_warning(host: str, taken: int) -> 
     (warning,) = checked.warnings
     assert warning.path == f"{PATH}.kvobs.exporter"
     assert f"found port {taken}, which is in use on this machine: held by pid {os.getpid()} (" in warning.found
-    assert "unless it is the exporter of this engine" in warning.fix
+    assert "unless it is the exporter of this server" in warning.fix
 
 
 def test_a_file_that_is_missing_hides_no_port_in_use(taken: int) -> None:

@@ -112,7 +112,7 @@ def test_the_options_of_vllm_are_read() -> None:
     assert run(GOOD, *pair[:1]).exit_code == 0
     noted = json.loads(run(GOOD, *pair[1:], "--api-server-count", "2", "--json").stdout)
     assert noted["tracing"] == "requests"
-    assert noted["metrics_go_to"].endswith(", from kvobs's exporter, which starts by itself: --api-server-count")
+    assert noted["metrics_go_to"].endswith(", from kvobs's exporter, which the engine starts: --api-server-count")
 
 
 def test_each_engine_of_a_file_has_a_part_and_the_last_line_counts_all() -> None:

@@ -22,6 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvobs.cli import commands as cli
+from kvobs.cli.here import running
 from kvobs.cli.scrapes import Scrape, fetch
 from kvobs.cli.top import live
 from kvobs.cli.top.live import HUNG_UP, Watch, keyboard, scrape_all
@@ -29,7 +30,10 @@ from kvobs.cli.top.rows import Server
 from kvobs.cli.web import NoAnswerError, url_of
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
+from tests.support import watched
+from tests.support.page_files import page_folder
 from tests.support.top_engines import Engines, count, serving
+from tests.support.written import Pages
 
 KVOBS = Path(sys.executable).parent / "kvobs"
 QUICK = ("--interval", "0.2")
@@ -39,6 +43,13 @@ def busy(recorder: Recorder) -> None:
     count(recorder, 0, signals.LOOKUPS, 3, "hit")
     count(recorder, 0, signals.LOADS, 3, "async", "ok")
     count(recorder, 1, signals.LOOKUPS, 3, "miss")
+
+
+@pytest.fixture(autouse=True)
+def folder() -> Iterator[Path]:
+    """Let all pages of a test be in a new folder."""
+    with page_folder() as made:
+        yield made
 
 
 @pytest.fixture
@@ -99,7 +110,6 @@ def test_a_server_that_does_not_answer_is_waited_for_once(address: str, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "URL"),
         (["ftp://gpu-7"], "'ftp://gpu-7' is not a server address; use"),
         (["gpu-7:8000", "--json"], "--json"),
         (["gpu-7:8000", "--interval", "0"], "--interval"),
@@ -109,6 +119,48 @@ def test_senseless_arguments_are_refused(arguments: list[str], says: str) -> Non
     result = top(*arguments)
     assert result.exit_code == 2
     assert says in " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", "", result.output).split())
+
+
+# Without an address: the engines on this host
+
+
+def test_without_an_address_and_an_engine_it_says_where_it_looked(folder: Path) -> None:
+    result = top("--once", *QUICK)
+    assert result.exit_code == 1
+    text = " ".join(result.output.split())
+    assert f"found no engine that runs, in {folder}: run this as the engine's user, on its machine" in text
+
+
+def test_without_an_address_it_shows_the_engines_of_this_host(engines: Engines, address: str) -> None:
+    """The same as their server shows, but without vLLM's own numbers."""
+    other = Pages(None, model="other", port=8001)
+    result = top("--once", "--json", *QUICK)
+    assert result.exit_code == 0
+    mine, others = json.loads(result.stdout)["servers"]
+    assert (mine["address"], mine["model"], mine["error"]) == ("tiny", "tiny", None)
+    assert [row["connector"] for row in mine["connectors"]] == ["cpu", "disk"]
+    assert (others["address"], others["model"]) == ("other at port 8001", "other")
+    assert [row["connector"] for row in others["connectors"]] == ["one", "two"]
+    result = top(address, "--once", "--json", *QUICK)
+    (served,) = json.loads(result.stdout)["servers"]
+    differ = {key for key in served if served[key] != mine[key]} - {"seconds", "address", "connectors"}
+    assert differ == set()
+    assert [row["loads_per_s"] for row in served["connectors"]] == [0, 0]
+    del other
+
+
+def test_an_engine_of_this_host_that_ends_is_an_error_and_the_others_go_on() -> None:
+    with watched.process("ends", None, "hangs") as ends:
+        pages = Pages(None, model="stays")
+        watches = [Watch(name, read, 1) for name, read in running().items()]
+        scrape_all(watches)
+        assert [watch.since_start.error for watch in watches] == [None, None]
+        ends.kill()
+        scrape_all(watches)
+    errors = {watch.address: watch.since_start.error for watch in watches}
+    assert errors.pop("stays") is None
+    assert list(errors.values()) == ["its engine has ended"]
+    del pages
 
 
 def test_into_a_pipe_it_prints_tables_one_after_another(address: str) -> None:
@@ -255,9 +307,10 @@ def test_an_error_gives_the_terminal_back() -> None:
 
 
 def test_a_watched_server_may_go_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = Engines("cpu")
+    engines, url = Engines("cpu"), ""
     with serving(engines) as address:
-        watch = Watch(url_of(address), 1)
+        url = url_of(address)
+        watch = Watch(url, lambda: fetch(url), 1)
         assert watch.lately.error == watch.since_start.error == "no answer yet"
         scrape_all([watch])
         assert (watch.lately.address, watch.lately.error, watch.lately.connectors) == (address, "one answer so far", ())
@@ -272,7 +325,7 @@ def test_a_watched_server_may_go_and_come_back(monkeypatch: pytest.MonkeyPatch) 
     scrape_all([watch])
     assert str(watch.lately.error).startswith("for 60 s: no answer: ")
     with serving(engines) as address:
-        watch.url = url_of(address)
+        url = url_of(address)
         scrape_all([watch])
         assert watch.lately.error == "one answer so far"
         scrape_all([watch])

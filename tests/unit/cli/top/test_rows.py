@@ -13,18 +13,16 @@ from hypothesis import given
 from rich.console import Console
 
 import kvobs
-from kvobs import faults
 from kvobs.cli.scrapes import Scrape, parse
 from kvobs.cli.top.rows import ConnectorRow, Server, server_row
 from kvobs.cli.top.screen import Picture
-from kvobs.probe.increments import Increments
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import SIGNALS, slot
 from tests.support.pages import TEXTS
-from tests.support.payloads import stopped_clock
 from tests.support.top_engines import Engines, Vllm, count, unserved
 from tests.support.top_rows import ERRORS, GAUGES, MS, NOW_NS, RANKS, busy
+from tests.support.written import stopped_clock
 
 about: Any = pytest.approx
 TEN = about(10)  # seconds, between two times as floats
@@ -110,14 +108,13 @@ def test_the_cost_of_kvobs_is_the_servers() -> None:
     engines = Engines("cpu", engines=2)
     engines.send()
     before = engines.scrape(at_s=0)
-    for engine in (0, 1):
-        spent = {slot(signals.SELF_SECONDS, where): ms * MS for where, ms in (("apply", 30), ("cut", 10))}
-        engines.front.metrics._totals[engine].add(Increments(spent, [], {}))
-    faults._counts["merge"] += 3
-    engines.send(engine=1)
+    for recorder in engines.recorders:
+        recorder.page.add(slot(signals.SELF_SECONDS, "export"), 40 * MS)
+        recorder.page.add(slot(signals.INTERNAL_ERRORS, "record"), 2)
+    engines.front.shown._totals[1].count(slot(signals.INTERNAL_ERRORS, "read"), 1)
     server = server_row("here", before, engines.scrape(at_s=2))
-    assert 0.040 <= (server.telemetry_s_per_s or 0) < 0.4, "and what applying these numbers took"
-    assert server.internal_errors == 3
+    assert server.telemetry_s_per_s == pytest.approx(0.040)
+    assert server.internal_errors == 5
     assert "".join(c.connector for c in server.connectors) == "cpucpu"
 
 
@@ -216,7 +213,10 @@ def test_a_server_shows_how_much_of_its_prompts_was_used_before() -> None:
     assert server_row("here", None, before).seen_share is None
     first, last = slot(signals.REUSE_DISTANCE), slot(signals.REUSE_DISTANCE) + signals.REUSE_DISTANCE.sum_offset - 1
     tokens = {first + 1: 100, first + 2: 300, last: 600}
-    engines.front.metrics._totals[0].add(Increments(tokens, [], {slot(signals.LOCAL_CACHE_TOKENS): 5000}))
+    (recorder,) = engines.recorders
+    for at, n in tokens.items():
+        recorder.page.add(at, n)
+    recorder.set_gauge(None, slot(signals.LOCAL_CACHE_TOKENS), 5000)
     server = server_row("here", before, engines.scrape(at_s=2))
     assert (server.seen_share, server.local_cache_tokens) == (0.4, 5000)
     assert server.half_within_tokens == pytest.approx(2048 + 2048 / 3)

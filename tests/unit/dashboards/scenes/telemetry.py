@@ -10,16 +10,12 @@ GONE = "gpu-1:8000 of job kvobs can't be scraped. No other kvobs alert can fire 
 NO_JOB = "The job kvobs has no target. No other kvobs alert can fire there."
 
 
-def cost(record: str, merge: str = "0+0.1x400", ranks: int = 0) -> Series:
+def cost(record: str, export: str = "0+0.1x400", ranks: int = 0) -> Series:
     return {
         'kvobs_self_seconds_total{where="record"}': record,
-        'kvobs_self_seconds_total{where="merge"}': merge,
+        'kvobs_self_seconds_total{where="export"}': export,
         **{f'kvobs_slowest_rank_total{{connector="x",rank="{rank}"}}': UP for rank in range(ranks)},
     }
-
-
-def payloads(last: str, tokens: str = "0+9000x400") -> Series:
-    return {"kvobs_last_payload_timestamp_seconds": last, "vllm:generation_tokens_total": tokens}
 
 
 SCENES = {
@@ -48,7 +44,7 @@ SCENES = {
             Fires({"up": "1+0x20 0+0x80", BUILD: "1+0x20 stale", ENGINE_UP: "1+0x20 stale"}, "35m", GONE),  # exporter
             Fires(
                 {"up": UP, BUILD: UP, ENGINE_UP: "1+0x20 0+0x80"}, "35m",
-                "gpu-1:8000 of job kvobs is an exporter whose engine is gone. No other kvobs alert can fire for this "
+                "gpu-1:8000 of job kvobs is an exporter whose engines are gone. No other kvobs alert can fire for this "
                 "server.",
             ),
             # The engine is gone for three minutes, and then its exporter: one alert, since the engine's end.
@@ -63,25 +59,9 @@ SCENES = {
             {"up": "1+0x20 stale", BUILD: "1+0x20 stale"},  # the target is gone for good
             {"up": "1+0x20 stale", BUILD: "1+0x20 stale", ENGINE_UP: "1+0x18 0+0x1 stale"},
             {"up": UP, BUILD: UP, ENGINE_UP: UP},
+            {"up": UP, BUILD: UP, ENGINE_UP: "1+0x20 0+0x380", f'{ENGINE_UP}{{engine="2"}}': UP},  # others run
             {"up": "0+0x36 1+0x300", BUILD: "_x37 1+0x300"},  # a start of 18 minutes
             {"up": "1+0x400", BUILD: "_x37 1+0x300"},
-        ),
-    ),
-    "KvobsTelemetryStale": Scenes(
-        healthy=payloads("0+30x400"),
-        fires=tuple(
-            Fires(
-                payloads(last), "36m",
-                f"The exporter of {OF_ENGINE} has served no new numbers for ten minutes, or cannot be scraped, while "
-                "vLLM generates tokens. No other kvobs alert can fire for this engine.", {"host": "gpu-1"},
-            )
-            for last in ("0+30x38 1200+0x361", "0+30x38 stale")
-        ),
-        ended=payloads("0+30x38 1200+0x61 3000+30x299"), idle=payloads("1200+0x400", "9000+0x400"),
-        quiet=(
-            payloads("0+30x38 stale", "0+9000x38 stale"),  # the pod is gone
-            payloads("0+30x38 stale _x30 2100+30x300", "0+9000x38 stale _x30 0+9000x300"),  # it starts again
-            payloads("_x400"),  # no exporter
         ),
     ),
     "KvobsScrapedTwice": Scenes(

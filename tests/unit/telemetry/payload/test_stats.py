@@ -1,4 +1,4 @@
-"""The payload survives every hop, merges exactly, and nothing that a peer sends makes it raise."""
+"""The connectors' own stats survive every hop, merge as their classes do, and nothing that a peer sends raises."""
 
 import copy
 import pickle
@@ -14,13 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 
 import kvobs
 from kvobs import faults
-from kvobs.probe.increments import Increments
-from kvobs.schema import signals
-from kvobs.schema.signals import CHILD_WIDTH, LOADS, LOOKUPS, PROCESS_WIDTH, slot
 from kvobs.telemetry.payload import stats
-from kvobs.telemetry.payload.kvobs_stats import KvobsStats
-from kvobs.telemetry.payload.stats import MultiKVConnectorStats, RawStats, class_path, has_content, rebuild
-from kvobs.telemetry.payload.wire import VERSION
+from kvobs.telemetry.payload.stats import Classes, MultiKVConnectorStats, RawStats, class_path, rebuild
 from tests.support.scripted import Stats
 
 
@@ -56,39 +51,26 @@ class BrokenConnector(KVConnectorBase_V1):
         raise RuntimeError("no")
 
 
-HIT = PROCESS_WIDTH + slot(LOOKUPS, "hit")
-
-
-def own(counts: dict[int, int] | None = None, **children: str) -> KvobsStats:
-    return KvobsStats.of(children, Increments(counts or {}, [], {}))
-
-
 def payload(**children: KVConnectorStats) -> MultiKVConnectorStats:
     classes = dict.fromkeys(children, class_path(Connector))
-    return MultiKVConnectorStats(data={"kvobs": own({HIT: 1}, **classes), **children})
-
-
-@pytest.mark.parametrize(
-    "stats", [None, MultiKVConnectorStats(), MultiKVConnectorStats(data={"kvobs": own()}), Stats()], ids=str
-)
-def test_other_stats_are_ignored(stats: Any) -> None:
-    assert not has_content(stats)
+    return MultiKVConnectorStats(data={**children, "kvobs": Classes.of(classes)})
 
 
 @pytest.mark.parametrize("cls", [Connector, Outer.Inner])
 def test_a_child_of_an_unregistered_class_is_rebuilt_as_what_it_was(cls: type) -> None:
     """From the worker by way of the scheduler to the API server."""
-    ours = own({HIT: 1}, a=class_path(cls))
+    ours = Classes.of({"a": class_path(cls)})
     sent = pickle.loads(pickle.dumps(MultiKVConnectorStats(data={"kvobs": ours, "a": Stats(data={"n": 2})})))
     arrived = rebuild(msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_dict())))
-    assert ours.data["children"]["a"].partition(":")[2] == cls.__qualname__
+    assert ours.data["a"].partition(":")[2] == cls.__qualname__
     assert isinstance(arrived["a"], Stats)
     assert arrived["a"].data == {"n": 2}
-    assert isinstance(arrived["kvobs"], KvobsStats)
+    assert isinstance(arrived["kvobs"], Classes)
+    assert arrived["kvobs"].data == ours.data
 
 
 def test_mixtures_are_rebuilt() -> None:
-    ours = own(b=class_path(Connector))
+    ours = Classes.of({"b": class_path(Connector)})
     raw: dict[str, Any] = {"c": {"n": 3}, "d": 7, "e": {"data": 1}}
     stats = rebuild({"a": Stats(data={"n": 1}), "b": {"data": {"n": 2}}, "kvobs": ours, **raw})
     assert [type(stats[name]) for name in "abcd"] == [Stats, Stats, RawStats, RawStats]
@@ -98,7 +80,7 @@ def test_mixtures_are_rebuilt() -> None:
 
 @pytest.mark.parametrize("path", ["nowhere:Class", f"{__name__}:Nothing", f"{__name__}:BrokenConnector", ":", ""])
 def test_a_child_that_can_not_be_rebuilt_keeps_its_raw_numbers(path: str) -> None:
-    stats = rebuild({"a": {"n": 2}, "kvobs": {"v": VERSION, "children": {"a": path}}})
+    stats = rebuild({"a": {"n": 2}, "kvobs": {"a": path}})
     assert isinstance(stats["a"], RawStats)
     assert stats["a"].data == {"n": 2}
 
@@ -120,7 +102,7 @@ class SilentConnector(KVConnectorBase_V1):
 def test_a_child_that_makes_nothing_of_its_stats_is_left_out(router: Any) -> None:
     wire: dict[str, Any] = {"ExampleConnector": {"n": 2}}
     if router is kvobs.MultiConnector:
-        wire = {"a": {"n": 3}, "kvobs": {"v": VERSION, "children": {"a": class_path(SilentConnector)}}}
+        wire = {"a": {"n": 3}, "kvobs": {"a": class_path(SilentConnector)}}
     assert set(router.build_kv_connector_stats(wire).data) <= {"kvobs"}
 
 
@@ -133,27 +115,55 @@ def test_aggregate_neither_changes_nor_keeps_its_argument() -> None:
 
 
 @pytest.mark.usefixtures("in_production")
-def test_numbers_of_kvobss_own_that_can_not_be_merged_are_no_connectors_fault(caplog: pytest.LogCaptureFixture) -> None:
-    mine, theirs = payload(a=Stats(data={"n": 1})), payload(a=Stats(data={"n": 2}))
-    mine["kvobs"].data["counts"] = 7
+def test_classes_that_can_not_be_merged_are_no_connectors_fault(caplog: pytest.LogCaptureFixture) -> None:
+    ours: dict[str, Any] = {"kvobs": RawStats(data={}), "a": Stats(data={"n": 1})}
+    theirs = MultiKVConnectorStats(data={"kvobs": None, "a": Stats(data={"n": 2})})
+    mine = MultiKVConnectorStats(data=ours)
+    mine.data["kvobs"].data = None
     mine.aggregate(theirs).aggregate(MultiKVConnectorStats(data=None))
     assert mine["a"].data == {"n": 3}, "which comes after them"
-    assert isinstance(mine["kvobs"], KvobsStats)
     assert "connector 'kvobs'" not in caplog.text
     assert faults.take() == {"merge": 1}
-    assert "kvobs" not in mine.to_dict()
 
 
-def test_cost_of_steps_without_numbers_goes_out_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "_merging", stats._Merging())
-    clock = iter(range(0, 10**6, 1000))
-    monkeypatch.setattr(stats, "perf_counter_ns", lambda: next(clock))
-    bare = MultiKVConnectorStats(data={"kvobs": KvobsStats.bare({"one": "m:C"})})
-    assert bare.to_dict()["kvobs"] == bare.to_dict()["kvobs"] == KvobsStats.bare({"one": "m:C"}).data
-    sent = KvobsStats(data=payload().to_dict()["kvobs"]).increments().counts
-    assert sent[slot(signals.SELF_SECONDS, "merge")] == 3 * 1000
-    again = KvobsStats(data=payload().to_dict()["kvobs"]).increments().counts
-    assert again[slot(signals.SELF_SECONDS, "merge")] == 1000
+def test_the_classes_of_all_ranks_are_those_of_the_first_that_has_some() -> None:
+    none, mine, theirs = Classes.of({}), {"a": "m:A"}, {"a": "m:A", "b": "m:B"}
+    merged = none.aggregate(Classes.of(mine)).aggregate(Classes.of(theirs))
+    assert merged is none
+    assert merged.data == mine
+    merged.data["c"] = "m:C"
+    assert mine == {"a": "m:A"}, "nothing is shared"
+
+
+def test_classes_are_no_numbers() -> None:
+    """vLLM asks its stats whether they are empty, and writes their summary into its log, after which it resets them."""
+    classes = Classes.of({"a": "m:A"})
+    assert classes.is_empty()
+    assert classes.reduce() == {}
+    classes.reset()
+    assert classes.data == {"a": "m:A"}
+    stats = MultiKVConnectorStats(data={"kvobs": classes})
+    assert stats.is_empty()
+    assert stats.reduce() == {}
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        (None, {}),
+        (7, {}),
+        ([["a", "m:A"]], {}),
+        ({"a": "m:A", "b": None, 1: "m:C", "d": ["m:D"]}, {"a": "m:A"}),
+        ({"data": {"a": "m:A"}}, {"a": "m:A"}),
+        (Classes.of({"a": "m:A"}), {"a": "m:A"}),
+        ({"v": 5, "table": 1, "children": {"a": "m:A"}, "counts": [0, 1]}, {}),
+    ],
+    ids=["none", "a number", "a list", "no texts", "wrapped", "an object", "of an older version"],
+)
+def test_of_a_peers_classes_those_that_are_texts_are_read(sent: Any, read: dict[str, str]) -> None:
+    assert Classes.read(sent).data == read
+    stats = rebuild({"kvobs": sent, "a": {"n": 1}})
+    assert stats["a"].data == {"n": 1}
 
 
 def test_stats_that_can_not_be_merged_keep_their_raw_numbers() -> None:
@@ -163,11 +173,10 @@ def test_stats_that_can_not_be_merged_keep_their_raw_numbers() -> None:
     assert mine["a"].data == {"n": 3}
 
 
-def test_the_log_has_each_childs_own_summary_and_what_was_counted_of_it() -> None:
-    failed = PROCESS_WIDTH + CHILD_WIDTH + slot(LOADS, "async", "failed")
-    ours = own({HIT + CHILD_WIDTH: 3, failed: 2}, **dict.fromkeys("abc", "m:C"))
-    stats = MultiKVConnectorStats(data={"kvobs": ours, "b": Looked(data={"n": 7}), "c": Unmergeable(data={"n": 1})})
-    assert stats.reduce() == {"b": {"lookups": 7, "kvobs_lookups": 3, "hits": 3, "failed_loads": 2}}
+def test_the_log_has_each_childs_own_summary() -> None:
+    """What kvobs counts is in a line of kvobs's own: see ``kvobs.export.summary``."""
+    stats = payload(a=Stats(data={}), b=Looked(data={"n": 7}), c=Unmergeable(data={"n": 1}))
+    assert stats.reduce() == {"b": {"lookups": 7}}
 
 
 @pytest.mark.parametrize("cls", [stock.MultiKVConnectorStats, MultiKVConnectorStats], ids=["stock", "kvobs"])
@@ -175,7 +184,7 @@ def test_the_log_line_has_a_dict_of_plain_numbers_for_each_child(cls: Any) -> No
     """As readers of stock's line expect it: their pattern is name={metric: number}."""
     stats = cls(data={"a": Stats(data={"n": 1}), "b": Stats(data={"n": 2})})
     if cls is MultiKVConnectorStats:
-        stats["kvobs"] = own({HIT + CHILD_WIDTH: 3}, a="m:C", b="m:C")
+        stats["kvobs"] = Classes.of({"a": "m:C", "b": "m:C"})
     said: list[str] = []
     logging = KVConnectorLogging(None)
     logging.transfer_stats_accumulator = stats
@@ -201,7 +210,7 @@ def test_stats_that_can_not_say_whether_they_are_empty_are_not_thrown_away(caplo
 def test_for_vllms_rust_front_end_stats_have_the_keys_of_vllms_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "_is_for_rust", lambda: True)
     classes = {"one": "m:Connector", "two": "m:Connector", "three": "m:Outer.OtherConnector"}
-    data: dict[str, KVConnectorStats] = {"kvobs": KvobsStats.of(classes, Increments({1: 1}, [], {}))}
+    data: dict[str, KVConnectorStats] = {"kvobs": Classes.of(classes)}
     data |= {name: Stats(data={"n": n}) for n, name in enumerate([*classes, "Stranger"], 1)}
     sent = MultiKVConnectorStats(data=data)
     summed = {"Connector": 3, "OtherConnector": 3, "Stranger": 4}

@@ -10,17 +10,18 @@ from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
 from kvobs.telemetry.tracing.call_spans import LINKS_AT_MOST, CallSpans, Parent
-from kvobs.telemetry.tracing.journal import AT_MOST, Journal
+from kvobs.telemetry.tracing.journal import PER_SECOND, RESERVED
 from kvobs.telemetry.tracing.trace_context import TraceContext, new_span_id, new_trace_id
 from kvobs.vllm_api.hooks import HOOKS, Cadence
-from tests.support.contexts import SAMPLED, TRACING, UNSAMPLED, Sampler, record, request, written
+from tests.support.contexts import SAMPLED, TRACING, UNSAMPLED, Sampler, journal, record, request, written
+from tests.support.numbers import taken
 
 STEP_HOOK, LOAD_HOOK = "wait_for_save", "start_load_kv"
 
 
 class Calls:
     def __init__(self, *, traces_all: bool = False, roots: bool = True, sampler: Any = None, **more: Any) -> None:
-        self.journal = Journal()
+        self.journal = journal()
         tracing = replace(TRACING, has_calls=traces_all)
         self.spans = CallSpans(["disk", "cpu"], self.journal, tracing, sampler or Sampler(roots), **more)
 
@@ -30,11 +31,10 @@ class Calls:
 
     def one(self, *args: Any, **more: Any) -> Record:
         (only,) = self.note(*args, **more)
-        assert Record.read(only) == only
         return only
 
     def dropped(self) -> int:
-        return self.journal.take()[1].get(signals.slot(signals.SPANS_DROPPED, "flush"), 0)
+        return taken(self.journal._page).counts.get(signals.slot(signals.SPANS_DROPPED, "rate"), 0)
 
 
 def context(is_sampled: bool = True) -> TraceContext:
@@ -65,15 +65,15 @@ def test_a_span_says_which_call_it_was_and_when() -> None:
     assert Calls(traces_all=True).one(is_many=True).observed_ns == 0, "many calls are what no histogram saw"
 
 
-def test_when_the_flush_is_full_only_slow_and_failed_calls_are_written_and_others_counted() -> None:
+def test_when_spans_come_too_fast_only_slow_and_failed_calls_are_written_and_others_counted() -> None:
     calls = Calls(traces_all=True)
-    for _ in range(AT_MOST):
+    calls.journal._clock = lambda: calls.journal._since  # all in one moment
+    for _ in range(PER_SECOND - RESERVED):
         calls.journal.add([record()])
-    calls.spans.note(CallEvent(0, STEP_HOOK, 1, 1, is_slow=False))
-    calls.spans.note(CallEvent(0, STEP_HOOK, 1, 1, is_slow=True))
-    groups, counts = calls.journal.take()
-    assert [one.name for (one,) in groups] == ["kv.call", *["kv.load"] * (AT_MOST - 1)]
-    assert counts[signals.slot(signals.SPANS_DROPPED, "flush")] == 2
+    assert calls.note() == [record()] * (PER_SECOND - RESERVED)
+    assert [one.reason for one in calls.note(is_slow=True)] == [Reason.SLOW]
+    assert [one.reason for one in calls.note(error="OSError")] == [Reason.ERROR]
+    assert calls.dropped() == 1
 
 
 def test_calls_of_a_step_share_its_trace_and_those_of_none_have_one_each() -> None:

@@ -7,13 +7,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs.probe.increments import Group
 from kvobs.schema.spans import Reason, Record
 from kvobs.state.transfers import Gain, Load, Report, ReportKind, Save
-from kvobs.telemetry.tracing.journal import AT_MOST, Journal
+from kvobs.telemetry.tracing.journal import GROUP_AT_MOST
 from kvobs.telemetry.tracing.request_spans import Opened, RequestSpans, Trace
 from kvobs.telemetry.tracing.trace_context import TraceContext
-from tests.support.contexts import SAMPLED, TRACING, UNSAMPLED, lookup
+from tests.support.contexts import SAMPLED, TRACING, UNSAMPLED, journal, lookup
+from tests.support.numbers import spans
 
 MS = 1_000_000
 LABELS = {"kv_transfer.request.id": "r-0123abcd", "gen_ai.request.id": "r"}
@@ -41,13 +41,12 @@ def said(written: Record) -> dict[str, Any]:
 
 class Writer:
     def __init__(self) -> None:
-        self.journal = Journal()
+        self.journal = journal()
         self.spans = RequestSpans(["disk", "cpu"], self.journal, TRACING)
 
-    def groups(self) -> list[Group]:
-        groups = self.journal.take()[0]
+    def groups(self) -> list[list[Record]]:
+        groups = spans(self.journal._page)
         for one in [one for group in groups for one in group]:
-            assert Record.read(one) == one
             assert one.start_ns <= one.end_ns
         return groups
 
@@ -55,11 +54,11 @@ class Writer:
         self.spans.looked_up(trace, outcome, *args, **more)
         return [one for (one,) in self.groups()]
 
-    def loaded(self, trace: Trace, load: Load, gain: Gain | None = None) -> Group:
+    def loaded(self, trace: Trace, load: Load, gain: Gain | None = None) -> list[Record]:
         self.spans.loaded(Opened(trace, "2" * 16, trace.above), load, gain)
         return next(iter(self.groups()), [])
 
-    def saved(self, trace: Trace, save: Save, ended_ns: int, child: int = 1) -> Group:
+    def saved(self, trace: Trace, save: Save, ended_ns: int, child: int = 1) -> list[Record]:
         self.spans.saved(Opened(trace, "3" * 16, trace.above), child, save, ended_ns)
         return next(iter(self.groups()), [])
 
@@ -187,8 +186,8 @@ def test_a_failed_load_says_where_and_what_it_did_not_bring(lost_tokens: int | N
 
 def test_slowest_of_very_many_ranks_are_one_group() -> None:
     group = Writer().loaded(trace_of(), load_of(ms=500, ranks=200))
-    assert len(group) == AT_MOST
-    assert [one.attributes["kv_transfer.rank"] for one in group[1:]] == list(range(200 - AT_MOST + 1, 200))
+    assert len(group) == GROUP_AT_MOST
+    assert [one.attributes["kv_transfer.rank"] for one in group[1:]] == list(range(200 - GROUP_AT_MOST + 1, 200))
 
 
 times = st.integers(0, 2**60)

@@ -44,9 +44,8 @@ def test_level_and_endpoint_decide_the_tracing(
     mine = options(tracing={"level": level})
     tracing = TracingSettings.of(mine, config_of(endpoint))
     is_traced = bool(endpoint or variable) and level != "off" and disabled in (None, "false")
-    assert (tracing is not None) is is_traced
-    if tracing is not None:
-        assert (tracing.has_calls, tracing.endpoint) == (level == "calls", endpoint)
+    assert (tracing.is_on, tracing.has_calls) == (is_traced, is_traced and level == "calls")
+    assert tracing.endpoint == endpoint
     for _ in range(2):
         warn_about(mine, tracing)
     logged = [record.getMessage() for record in caplog.records]
@@ -65,7 +64,8 @@ def test_level_and_endpoint_decide_the_tracing(
 @pytest.mark.parametrize("config", [None, SimpleNamespace(), SimpleNamespace(observability_config=None)], ids=str)
 def test_a_configuration_without_the_field_names_no_endpoint(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch)
-    assert TracingSettings.of(options(), config) is None
+    tracing = TracingSettings.of(options(), config)
+    assert (tracing.is_on, tracing.endpoint) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,12 @@ def test_a_configuration_without_the_field_names_no_endpoint(config: Any, monkey
     ],
     ids=str,
 )
-def test_a_step_waits_for_a_sync_load_as_for_a_call(given: dict[str, Any], slow_ms: float, slow_sync_ms: float) -> None:
-    tracing: Any = TracingSettings.of(options(**given), config_of(URL))
+@pytest.mark.parametrize("endpoint", [None, URL])
+def test_a_step_waits_for_a_sync_load_as_for_a_call(
+    given: dict[str, Any], slow_ms: float, slow_sync_ms: float, endpoint: str | None
+) -> None:
+    """Also where nothing is traced: slow loads are written all the same."""
+    tracing = TracingSettings.of(options(**given), config_of(endpoint))
     assert (tracing.slow_load_ns, tracing.slow_sync_load_ns) == (slow_ms * 1e6, slow_sync_ms * 1e6)
 
 

@@ -14,6 +14,7 @@ from kvobs.telemetry.transfers import gains
 from kvobs.telemetry.transfers.gains import Gains, StepTimes, step_limits, work_of
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import request
+from tests.support.numbers import taken
 from tests.support.reports import took
 
 MS = 1_000_000
@@ -130,18 +131,18 @@ def test_tokens_after_a_load_are_computed_either_way(engine: Engine) -> None:
 
 
 def test_prefills_and_the_time_of_steps_are_recorded(engine: Engine) -> None:
-    engine.gains.flush()
-    engine.recorder.take()
+    engine.gains.look()
+    taken(engine.recorder)
     engine.step(1000)
-    engine.gains.flush()
+    engine.gains.look()
     prefills, steps = signals.slot(signals.ESTIMATE_PREFILLS), signals.slot(signals.STEP_SECONDS)
-    taken = engine.recorder.take().counts
-    assert taken[prefills] == 1
-    assert taken[steps] == pytest.approx(105 * MS, abs=2)
-    for learned in (0, 2 * 105 * MS):  # by the step after a flush
+    counts = taken(engine.recorder).counts
+    assert counts[prefills] == 1
+    assert counts[steps] == pytest.approx(105 * MS, abs=2)
+    for learned in (0, 2 * 105 * MS):  # by the step after a look
         engine.step(1000)
-        engine.gains.flush(goes_on=True)
-        assert engine.recorder.take().counts.get(steps, 0) == pytest.approx(learned, abs=2)
+        engine.gains.look(goes_on=True)
+        assert taken(engine.recorder).counts.get(steps, 0) == pytest.approx(learned, abs=2)
 
 
 @pytest.mark.parametrize(("threshold", "chunk"), [(0, 2048), (512, 512), (4096, 2048)])

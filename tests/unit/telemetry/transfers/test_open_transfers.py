@@ -11,6 +11,7 @@ from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import InProgress, Report, ReportKind, Stuck
 from kvobs.telemetry.transfers import open_transfers
 from kvobs.telemetry.transfers.open_transfers import OpenTransfers
+from tests.support.numbers import taken
 
 RANKS = 2
 TOKENS = 16
@@ -47,7 +48,7 @@ def test_requests_that_wait_for_ranks_share_a_line(requests: int, named: str, ca
         f"connector 'two': load of {named} stuck: 2.5 s after another rank, not reported by rank 1. The blocks stay "
         "held until then; counted in kvobs_stuck_transfers_total"
     ]
-    assert recorder.take().opened == [[signals.STUCK_TRANSFERS.name, 1, "1", requests]]
+    assert taken(recorder).opened == [[signals.STUCK_TRANSFERS.name, 1, "1", requests]]
 
 
 def test_young_transfers_are_not_stuck(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,7 +58,7 @@ def test_young_transfers_are_not_stuck(caplog: pytest.LogCaptureFixture) -> None
     ledger.record(Report(0, ReportKind.RECEIVED, "r", 0, 0), now_ns=wall_ns())
     watched(ledger, recorder, 1000).awaiting_ranks()
     assert caplog.text == ""
-    assert recorder.take().opened == []
+    assert taken(recorder).opened == []
 
 
 def test_where_it_is_not_known_who_was_to_report_no_rank_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -66,7 +67,7 @@ def test_where_it_is_not_known_who_was_to_report_no_rank_is_named(caplog: pytest
     half_loaded(ledger, 1, expected=2)
     transfers.awaiting_ranks()
     assert "not reported by all expected ranks" in caplog.text
-    assert recorder.take().opened == [[signals.STUCK_TRANSFERS.name, 1, "unknown", 1]]
+    assert taken(recorder).opened == [[signals.STUCK_TRANSFERS.name, 1, "unknown", 1]]
 
 
 def test_a_failed_load_that_is_stuck_in_aggregation_is_its_owners(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,7 +81,7 @@ def test_a_failed_load_that_is_stuck_in_aggregation_is_its_owners(caplog: pytest
     transfers.note_in_aggregator(Stuck("save", "nobody's", (1,)))
     (ours,) = (record.getMessage() for record in caplog.records)
     assert ours.startswith("connector 'two': load of 1 request (r0) stuck: 2.5 s after")
-    assert recorder.take().opened == [[signals.STUCK_TRANSFERS.name, 1, rank, 1] for rank in ("0", "1")]
+    assert taken(recorder).opened == [[signals.STUCK_TRANSFERS.name, 1, rank, 1] for rank in ("0", "1")]
 
 
 def test_silent_ranks_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +95,10 @@ def test_silent_ranks_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypa
     lookups[0].begin("l", 0, 5)
     monkeypatch.setattr(open_transfers, "wall_ns", lambda: 11 * 10**9)
     transfers = watched(ledger, recorder, lookups=lookups)
-    transfers.awaiting_ranks()  # what it returns is forgotten before the gauges are set
-    transfers.measure()
-    transfers.measure()
+    transfers.awaiting_ranks()  # what it returns is stuck, and not late
+    for _ in range(2):
+        transfers.measure()
+        transfers.log_late()
     assert [record.getMessage() for record in caplog.records] == [
         "connector 'two': load of 1 request (r0) stuck: 2.5 s after another rank, not reported by rank 1. The blocks "
         "stay held until then; counted in kvobs_stuck_transfers_total",
@@ -124,7 +126,10 @@ def test_the_gauges_follow_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
         signals.slot(signals.OLDEST_IN_FLIGHT, "lookup"): 2,
         signals.slot(signals.OLDEST_IN_FLIGHT, "load"): -5,
     }
-    assert recorder.take().gauges == {signals.place(1, slot): value for slot, value in gauges.items()}
+    assert taken(recorder).gauges == {signals.place(1, slot): value for slot, value in gauges.items()}
+    assert not transfers.changes
+    lookups[1].end("r8")  # which was not in
+    assert not transfers.changes
     lookups[1].end("r9")
     ledger.finish("r9", [(1, 2)], 8, 100)
     transfers.measure()
@@ -135,4 +140,4 @@ def test_the_gauges_follow_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
         signals.slot(signals.OLDEST_IN_FLIGHT, "save"): 3,
         signals.slot(signals.HELD_TOKENS, "save"): 100,
     }
-    assert recorder.take().gauges == {signals.place(1, slot): value for slot, value in gauges.items()}
+    assert taken(recorder).gauges == {signals.place(1, slot): value for slot, value in gauges.items()}

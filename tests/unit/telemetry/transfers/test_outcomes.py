@@ -8,6 +8,7 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import SAVE_HOLD, SELF_SECONDS, Kind, locate
 from kvobs.state.transfers import Gain, Load, Save, Stray
 from kvobs.telemetry.transfers.outcomes import Outcomes
+from tests.support.numbers import taken
 from tests.support.reports import took
 
 
@@ -18,15 +19,15 @@ class Counted:
 
     def counts(self) -> dict[tuple[Any, ...], int]:
         """Return (child, metric, label values) -> number, or a histogram's sum; calls into the children left out."""
-        taken = self.recorder.take()
+        grown = taken(self.recorder)
         found: dict[tuple[Any, ...], int] = {}
-        for place, n in taken.counts.items():
+        for place, n in grown.counts.items():
             series, offset, child = locate(place)
             if series.signal.name == "kvobs_call_duration_seconds" or series.signal is SELF_SECONDS:
                 continue
             if series.signal.kind is not Kind.HISTOGRAM or offset == series.width - 1:
                 found[child, series.signal.name, *series.values] = n
-        return found | {(child, name, *values): n for name, child, *values, n in taken.opened}
+        return found | {(child, name, *values): n for name, child, *values, n in grown.opened}
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -88,7 +89,7 @@ def test_a_save_done_before_its_promise_was_held_for_no_time_and_an_open_one_is_
     counted.outcomes.promised("r", {0: Save(True, promised_ns=100)}, {1: early})
     assert counted.counts() == {(1, "kvobs_saves_total", "ok"): 1}
     counted.outcomes.promised("r", {}, {1: early})
-    holds = [n for p, n in counted.recorder.take().counts.items() if locate(p)[0].signal is SAVE_HOLD]
+    holds = [n for p, n in taken(counted.recorder).counts.items() if locate(p)[0].signal is SAVE_HOLD]
     assert holds == [1], "one, of no length"
 
 

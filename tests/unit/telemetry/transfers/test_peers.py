@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from kvobs.probe.increments import Increments
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import OTHER_VALUE, PEER_LOAD_SECONDS, PEER_LOADS
 from kvobs.state.transfers import NO_RESULT, Load
-from kvobs.telemetry.payload import wire
-from kvobs.telemetry.transfers.peers import PEERS_AT_MOST, Peers, peer_of
+from kvobs.telemetry.transfers.peers import NAME_AT_MOST, PEERS_AT_MOST, Peers, peer_of
+from tests.support.numbers import taken
 
 NIXL, CPU = 0, 1
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 5600}
@@ -36,12 +35,9 @@ class Observed:
         load = Load(NIXL, 64, True, 1, failed_on={0} if failed else set(), aborted=True)
         self.peers.aborted(request, load, by_error=by_error)
 
-    def take(self) -> Increments:
-        return self._recorder.take()
-
     @property
     def counted(self) -> dict[tuple[Any, ...], int]:
-        return {tuple(key): n for *key, n in self.take().opened}
+        return {tuple(key): n for *key, n in taken(self._recorder).opened}
 
 
 @pytest.mark.parametrize(
@@ -62,13 +58,14 @@ def test_a_peer_is_named_by_its_host_and_port_or_by_its_id(changed: dict[str, An
 
 
 @pytest.mark.parametrize("long", [{"remote_host": "h" * 300}, {"remote_host": None, "remote_engine_id": "e" * 300}])
-def test_a_peer_whose_name_is_long_costs_no_other_number(long: dict[str, Any]) -> None:
-    """A client chooses it, and a payload with a label that is too long is refused as a whole."""
+def test_a_peer_whose_name_is_long_is_cut_and_keeps_its_outcome(long: dict[str, Any]) -> None:
+    """A client chooses it, and a row of a page has so much room for all of its labels."""
     observed = Observed()
     observed.allocate("r", PARAMS | long)
     observed.end("r", failed=True)
-    taken = observed.take()
-    assert wire.read(wire.message(taken)).opened == taken.opened != []
+    ((name, _, peer, outcome),) = observed.counted
+    assert (name, outcome) == (PEER_LOADS.name, "failed")
+    assert peer == str(long.get("remote_host") or long["remote_engine_id"])[:NAME_AT_MOST]
 
 
 def test_each_load_is_counted_once_with_its_outcome() -> None:

@@ -39,7 +39,7 @@ def reuse_of(rig: Rig) -> PromptReuse:
 @pytest.fixture
 def counted(rig: Rig) -> Counted:
     """Return the tokens so far that were used before, those that were not, and those that no cache serves."""
-    recorder = reuse_of(rig)._recorder = Recorder(2)  # which no flush empties
+    recorder = reuse_of(rig)._recorder = Recorder(2)  # which counts from here on
 
     def tokens() -> tuple[int, int, int]:
         *seen, new = (counts(recorder).get(FIRST + i, 0) for i in range(REUSE_DISTANCE.sum_offset))

@@ -14,6 +14,7 @@ from kvobs.telemetry.verify.fingerprints import Fingerprints
 from kvobs.telemetry.verify.sample import Block, LoadedBlocks, NotedBlock, VerifyOrders
 from kvobs.telemetry.verify.verifier import OPEN_AT_MOST, Verifier
 from tests.support.layers import layers_of, random_cache
+from tests.support.numbers import numbers
 
 ENDED = (ReportKind.FAILED, ReportKind.SPOILED, ReportKind.HOLED, ReportKind.SYNC_FAILED)
 
@@ -163,7 +164,7 @@ def test_the_connector_that_reported_bad_blocks_is_blamed(rank: Rank, caplog: py
     failed = load(6, request="failed", is_async=False)
     rank.step(wrong, failed, reports=[(1, ReportKind.HOLED, ["failed"]), (0, ReportKind.SYNC_DONE, ["a"])])
     assert (rank.counted(0), rank.counted(1)) == ({}, {"mismatch": 1})
-    assert rank.recorder._opened == {(signals.CORRUPT_BLOCKS.name, 1, "3"): 1}
+    assert numbers(rank.recorder).opened == [[signals.CORRUPT_BLOCKS.name, 1, "3", 1]]
     assert rank.verifier.take_notes() == [WrongBlocks(0, "a", 1, 1)]
     assert [record.getMessage() for record in caplog.records] == [
         "connector 'two' wrote wrong bytes into blocks that connector 'one' loaded on rank 3: 1 of 1 verified blocks "
@@ -241,7 +242,7 @@ def test_wrong_blocks_are_logged_with_connector_rank_request_and_position(
     assert rank.counted() == {"match": 3, "mismatch": 7}
     assert rank.verifier.take_notes() == [WrongBlocks(0, "bad\n", 2, 0)] * 3 + [WrongBlocks(0, "later", 1, 0)]
     assert rank.verifier.take_notes() == []
-    assert rank.recorder._opened == {(signals.CORRUPT_BLOCKS.name, 0, "3"): 7}
+    assert numbers(rank.recorder).opened == [[signals.CORRUPT_BLOCKS.name, 0, "3", 7]]
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (
             logging.ERROR,

@@ -1,0 +1,59 @@
+"""Write the spans of slow and failed loads where nothing is traced: a person reads them on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvobs.clock import wall_ns
+from kvobs.probe.recorder import CallEvent
+from kvobs.schema.spans import Reason
+from kvobs.state.events import ObservedRequest, Observer
+from kvobs.state.transfers import Gain, Load, WrongBlocks
+from kvobs.telemetry.tracing.call_spans import Parent
+from kvobs.telemetry.tracing.journal import Journal
+from kvobs.telemetry.tracing.request_spans import Opened, RequestSpans, Trace
+from kvobs.telemetry.tracing.sampling import TracingSettings
+from kvobs.telemetry.tracing.trace_context import TraceContext, new_span_id, new_trace_id
+
+
+class UrgentLoads(Observer):
+    """Writes each slow or failed load as a trace of one span and those of its ranks."""
+
+    def __init__(self, names: Sequence[str], journal: Journal, tracing: TracingSettings) -> None:
+        self._spans = RequestSpans(names, journal, tracing)
+        self._unweighed: dict[str, Load] = {}  # ended ones whose gain is not known yet
+
+    def __len__(self) -> int:
+        return len(self._unweighed)
+
+    def load_ended(self, request_id: str, load: Load) -> None:
+        if load.failed or self._spans.is_slow(load):
+            self._unweighed[request_id] = load
+            if load.aborted:  # its request has ended, and no one waits
+                self._write(request_id)
+
+    def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
+        self._write(request_id, gain)
+
+    def request_ended(self, request: ObservedRequest) -> None:
+        self._write(request.request_id)  # a load in vain
+
+    def noted(self, notes: Sequence[object]) -> None:
+        for note in notes:
+            if isinstance(note, WrongBlocks):
+                self._spans.got_wrong_blocks(_untraced(note.request), note, wall_ns())
+
+    def _write(self, request_id: str, gain: Gain | None = None) -> None:
+        if (load := self._unweighed.pop(request_id, None)) is not None:
+            self._spans.loaded(Opened(_untraced(request_id), new_span_id(), ""), load, gain)
+
+
+def _untraced(request_id: str) -> Trace:
+    return Trace(request_id, new_trace_id(), False, Reason.LEVEL, "", None, "", {})
+
+
+def untraced_request(event: CallEvent) -> Parent:
+    """Return the parent of a slow or failed call about a request: a new trace."""
+    request_id = getattr(event.subject, "request_id", None)
+    labels = _untraced(request_id).labels if isinstance(request_id, str) else {}
+    return TraceContext(new_trace_id(), "", False), labels

@@ -1,0 +1,71 @@
+"""What a reader sees in a page of this process, as plain numbers, and what has been added since it looked last."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from kvobs.page import rows
+from kvobs.page.layout import ORDINARY, ROW, SPAN_BYTES, URGENT
+from kvobs.page.span_ring import SpanReader
+from kvobs.page.writer import PageWriter
+from kvobs.probe.pure import PureProbe
+from kvobs.probe.recorder import Recorder
+from kvobs.schema.signals import SERIES, Kind, Scope, place
+from kvobs.schema.spans import Record
+
+_GAUGES = {scope: [series.first for series in SERIES[scope] if series.signal.kind is Kind.GAUGE] for scope in SERIES}
+
+
+class Numbers(NamedTuple):
+    """Numbers by slot, rows of signal, connector, label values and count, and gauges by slot."""
+
+    counts: dict[int, int]
+    opened: list[list[Any]]
+    gauges: dict[int, int]
+
+
+_TAKEN: WeakKeyDictionary[PageWriter, Numbers] = WeakKeyDictionary()
+_READERS: WeakKeyDictionary[PageWriter, list[SpanReader]] = WeakKeyDictionary()
+
+
+def numbers(of: Recorder | PageWriter) -> Numbers:
+    """Return all numbers of a page."""
+    page = of if isinstance(of, PageWriter) else of.page
+    if isinstance(of, Recorder) and isinstance(of.probe, PureProbe):
+        for fan_outs in of.probe._short:
+            of.probe.settle(fan_outs)
+    at = page.layout
+    children = range(at.connectors)
+    gauges = {*_GAUGES[Scope.PROCESS], *(place(child, first) for child in children for first in _GAUGES[Scope.CHILD])}
+    words = page.words[at.counts : at.counts + at.slots].tolist()
+    counts = {slot: n for slot, n in enumerate(words) if n and slot not in gauges}
+    found = np.array(page.words[at.rows : at.rows + at.row_count * ROW].tolist()).reshape(-1, ROW)
+    opened = [[signal.name, child, *values, n] for (signal, child, values), n in rows.read(found, at.connectors)]
+    return Numbers(counts, opened, {slot: words[slot] - 1 for slot in sorted(gauges) if words[slot]})
+
+
+def taken(of: Recorder | PageWriter) -> Numbers:
+    """Return what has been added, and the gauges that have changed, since the last call."""
+    page = of if isinstance(of, PageWriter) else of.page
+    before, now = _TAKEN.get(page, Numbers({}, [], {})), numbers(of)
+    _TAKEN[page] = now
+    known = {tuple(row[:-1]): row[-1] for row in before.opened}
+    counts = {slot: n - before.counts.get(slot, 0) for slot, n in now.counts.items()}
+    opened = [[*row[:-1], row[-1] - known.get(tuple(row[:-1]), 0)] for row in now.opened]
+    return Numbers(
+        {slot: n for slot, n in counts.items() if n},
+        [row for row in opened if row[-1]],
+        {slot: value for slot, value in now.gauges.items() if before.gauges.get(slot) != value},
+    )
+
+
+def spans(of: Recorder | PageWriter) -> list[list[Record]]:
+    """Return the groups of spans that were written since the last call, slow and failed ones first."""
+    page = of if isinstance(of, PageWriter) else of.page
+    if page not in _READERS:
+        at = page.layout
+        _READERS[page] = [SpanReader(page.words, at.spans(i), SPAN_BYTES[i]) for i in (URGENT, ORDINARY)]
+    return [group for reader in _READERS[page] for group in reader.read()]
