@@ -13,6 +13,7 @@ from dashboards import frame, kubernetes
 from dashboards.alerts import rules_yaml
 from dashboards.connector import connector
 from dashboards.frame import Board
+from dashboards.itself import itself
 from dashboards.overview import overview
 from dashboards.prefill_decode import prefill_decode
 from dashboards.site import Site, settings
@@ -30,6 +31,7 @@ BOARDS: dict[str, Callable[[], Board]] = {
     frame.CONNECTOR: connector,
     frame.SLOW_LOADS: slow_loads,
     frame.PREFILL_DECODE: prefill_decode,
+    frame.ITSELF: itself,
 }
 FILES: dict[str, Callable[[], str]] = {
     **{f"boards/{uid}.json": partial(_text, build) for uid, build in BOARDS.items()},

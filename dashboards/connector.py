@@ -24,7 +24,7 @@ def connector() -> Board:
         "One connector, or several: a row for each with its lookups, loads, failures and durations; then all side by "
         "side, each in its own colour: transfers in progress, waits, holds. Select connectors above.",
         [
-            Section("", [(6, [(10, _configured()), (14, engines())])]),
+            Section("", [(6, [(14, engines()), (10, _configured())])]),
             Section(
                 "Requests",
                 [
@@ -40,10 +40,8 @@ def connector() -> Board:
                     (
                         8,
                         [
-                            (6, _stalls("loads", signals.LOAD_STALL, "Time a step's forward waited for loads")),
-                            (6, _stalls("saves", signals.SAVE_STALL, "Time a step spent in saves")),
-                            (6, _saves()),
-                            (6, _hold()),
+                            (12, _stalls("loads", signals.LOAD_STALL, "Time a step's forward waited for loads")),
+                            (12, _stalls("saves", signals.SAVE_STALL, "Time a step spent in saves")),
                         ],
                     ),
                 ],
@@ -249,37 +247,6 @@ def _stalls(what: str, signal: Signal, of_steps: str) -> Panel:
         ),
         *p99_and_mean(SELECTION, signal),
         unit="s",
-    )
-
-
-def _saves() -> Panel:
-    return lines(
-        "Promised saves by outcome (saves/s)",
-        About(
-            "Finished promised saves per second: those that were reported, and those that were abandoned (dashed).",
-            "ok: the connector reported it, which does not say that it was stored, or read by a decode engine. "
-            "abandoned: the connector was in quarantine and did not report it.",
-            "No data while requests end: the connector promises no saves, as most.",
-            "Saves within a step are not promised, and not counted here.",
-        ),
-        of_connector(SELECTION.rate(signals.SAVES, "connector", outcome="ok"), "ok"),
-        of_connector(SELECTION.rate(signals.SAVES, "connector", outcome="abandoned"), "abandoned", dashed=True),
-        unit="short",
-    )
-
-
-def _hold() -> Panel:
-    return lines(
-        "Blocks held for saves (p99; dashed: mean)",
-        About(
-            "Time from a request's end to the completion of its promised save.",
-            "During this time other requests cannot use its blocks.",
-            "Long holds while the KV cache is full: this connector costs capacity.",
-            "It includes the time the blocks wait to be fetched, not only the transfer itself.",
-        ),
-        *p99_and_mean(SELECTION, signals.SAVE_HOLD),
-        unit="s",
-        exemplars=True,
     )
 
 

@@ -1,8 +1,6 @@
-"""The rows of the board *Connector* that are closed at first, and panels that *Slow loads* has too."""
+"""The rows of the board *Connector* that are closed at first."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from dashboards import looks, questions
 from dashboards.frame import Section
@@ -17,43 +15,23 @@ def details() -> list[Section]:
     return [
         Section(
             "Ranks (requires more than one rank)",
-            [(8, ranks())],
+            [(8, _ranks())],
             collapsed=True,
             repeats=True,
         ),
-        Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])], collapsed=True),
-        Section(
-            "Bytes, unused offers, and KV events",
-            [(8, [(6, _bytes()), (6, _link_share()), (4, _unused()), (4, _saved()), (4, _events())])],
-            collapsed=True,
-        ),
-        Section(
-            "Block copies (requires a connector with a host buffer)",
-            [(8, [(12, _copy_durations()), (12, _copy_bytes())])],
-            collapsed=True,
-        ),
+        Section("Calls by hook", [(8, [(24, _calls())])], collapsed=True),
+        Section("Bytes and saved tokens", [(8, [(8, _bytes()), (8, _link_share()), (8, _saved())])], collapsed=True),
         Section(
             "Quarantine and connector faults (quarantine requires the option isolate)",
             [
-                (8, [(6, _quarantine()), (6, _quarantines()), (6, _stray()), (6, _failed_sync())]),
-                (8, [(24, _verified())]),
+                (8, [(8, _quarantine()), (8, _failed_sync()), (8, _verified())]),
             ],
-            collapsed=True,
-        ),
-        Section(
-            "kvobs: cost and internal errors",
-            [(8, [(6, _self()), (6, _collector()), (6, _faults()), (6, _dropped())])],
-            collapsed=True,
-        ),
-        Section(
-            "Exporter (where one runs)",
-            [(8, [(12, _engines()), (12, _queued())])],
             collapsed=True,
         ),
     ]
 
 
-def ranks() -> list[tuple[int, Panel]]:
+def _ranks() -> list[tuple[int, Panel]]:
     """Return the line of panels about ranks."""
     return [
         (
@@ -111,7 +89,7 @@ def ranks() -> list[tuple[int, Panel]]:
     ]
 
 
-def calls() -> Panel:
+def _calls() -> Panel:
     """Return the durations of calls by hook."""
     return lines(
         "Call duration by hook (p99)",
@@ -128,21 +106,6 @@ def calls() -> Panel:
         ),
         unit="s",
         exemplars=True,
-    )
-
-
-def slow_calls() -> Panel:
-    """Return the calls that were slow by hook."""
-    return lines(
-        "Slow calls by hook",
-        About(
-            "Calls that took longer than slow_call_ms, by hook: the ten most frequent of each interval.",
-            "No data is normal.",
-            "Each slow call is a span, sampled or not: see Slow loads.",
-            "slow_call_ms is an option: engines with different values are not comparable.",
-        ),
-        Query(f"topk(10, {SELECTION.count(signals.SLOW_CALLS, 'connector', 'hook')})", "{{connector}} {{hook}}"),
-        unit="short",
     )
 
 
@@ -177,33 +140,6 @@ def _link_share() -> Panel:
     )
 
 
-def _unused() -> Panel:
-    return _count(
-        signals.UNUSED_OFFERS,
-        "Unused offers (requests/s)",
-        About(
-            "Requests per second for which the connector offered tokens and another one was chosen.",
-            "High for all but the first connector is normal with load_policy first.",
-            "Look at the tokens lost to a shorter offer: they could have been loaded instead of computed.",
-            "An unused offer costs its lookup only.",
-        ),
-    )
-
-
-def _events() -> Panel:
-    return lines(
-        "KV events (events/s)",
-        About(
-            "KV cache events of the connector that vLLM publishes, per second.",
-            "A router that knows caches by their events sends requests to engines with a hit.",
-            "None while saves end: the router is blind, see the runbook, KvobsKvEventsStopped.",
-            "No data: the connector makes no events, or vLLM's --kv-events-config is off.",
-        ),
-        _by(SELECTION.rate(signals.KV_EVENTS, "connector", "type", "medium"), ("connector", "type", "medium")),
-        unit="short",
-    )
-
-
 def _saved() -> Panel:
     return lines(
         "Tokens saved (tokens/s)",
@@ -218,38 +154,6 @@ def _saved() -> Panel:
     )
 
 
-def _copy_durations() -> Panel:
-    return lines(
-        "Block copy duration (p99)",
-        About(
-            "Copies between the KV cache and the connector's host buffer: h2d after loads, d2h before saves (dashed).",
-            "Included in the connector's own durations.",
-            "Rising: PCIe or memory is busy. Compare KVOBS_STOCK=block_copy, vLLM's own operation.",
-            "Values are interpolated within a bucket, a factor of four wide.",
-        ),
-        *_by_direction(lambda way: SELECTION.quantile(0.99, signals.BLOCK_COPY_DURATION, "connector", direction=way)),
-        unit="s",
-    )
-
-
-def _copy_bytes() -> Panel:
-    return lines(
-        "Block copy throughput",
-        About(
-            "Bytes per second of these copies, over all ranks; d2h is dashed.",
-            "Compare with the bandwidth of PCIe or memory.",
-            "Far above the bytes loaded: unneeded blocks are copied.",
-            "A connector without a host buffer has no block copies.",
-        ),
-        *_by_direction(lambda way: SELECTION.rate(signals.BLOCK_COPY_BYTES, "connector", direction=way)),
-        unit="Bps",
-    )
-
-
-def _by_direction(expr: Callable[[str], str]) -> list[Query]:
-    return [of_connector(expr(way), way, dashed=way == "d2h") for way in signals.DIRECTIONS]
-
-
 def _quarantine() -> Panel:
     return states(
         "Quarantine",
@@ -261,33 +165,6 @@ def _quarantine() -> Panel:
         ),
         {0: ("enabled", looks.GOOD), 1: ("in quarantine", looks.BAD)},
         Query(questions.quarantine("connector", "instance", "engine"), "{{connector}} {{instance}} {{engine}}"),
-    )
-
-
-def _quarantines() -> Panel:
-    return _rare(
-        signals.QUARANTINES,
-        "Quarantines begun",
-        About(
-            "Quarantines of a best-effort connector, begun after a failure or a slow call.",
-            "Requests that arrived during each back-off (1 to 60 s) were served without it.",
-            "See which hook raised or was slow.",
-            "A back-off of one second seldom falls on a scrape: the panel Quarantine misses it.",
-        ),
-    )
-
-
-def _stray() -> Panel:
-    return _rare(
-        signals.STRAY_REPORTS,
-        "Stray reports",
-        About(
-            "Reports about loads or saves that the connector does not own; they are ignored.",
-            "Some are normal for connectors that also report the transfers of others.",
-            "Many of kind failure: the connector may have a bug, report it to its authors.",
-            "With vLLM's own MultiConnector these would free blocks too early; here they have no effect.",
-        ),
-        "kind",
     )
 
 
@@ -331,104 +208,4 @@ def _rare(signal: Signal, title: str, about: About, *labels: str) -> Panel:
 def _by(expr: str, labels: tuple[str, ...]) -> Query:
     return (
         of_connector(expr) if labels == ("connector",) else Query(expr, " ".join(f"{{{{{name}}}}}" for name in labels))
-    )
-
-
-def _self() -> Panel:
-    return lines(
-        "CPU time of kvobs's telemetry",
-        About(
-            "CPU time of kvobs's telemetry as a share of one core, over all processes of these engines.",
-            "A few percent under load; the alert is at 20 % for an engine.",
-            "Much more: lower tracing.level; the label where shows which part it is.",
-            "For recording calls the value is an estimate.",
-        ),
-        Query(SELECTION.rate(signals.SELF_SECONDS, "where"), "{{where}}"),
-        unit="percentunit",
-        stacked=True,
-    )
-
-
-def _collector() -> Panel:
-    return lines(
-        "Pauses of Python's garbage collector",
-        About(
-            "Share of the time in which Python's garbage collector stops a process, over all workers or schedulers.",
-            "Well below a percent: vLLM freezes what it has after its start.",
-            "More: a connector that makes many objects, or asks for collections itself.",
-            "No call counts as slow because of a pause, but its duration has it.",
-        ),
-        Query(SELECTION.rate(signals.GC_PAUSES, "process"), "{{process}}"),
-        unit="percentunit",
-    )
-
-
-def _faults() -> Panel:
-    return _rare(
-        signals.INTERNAL_ERRORS,
-        "Internal errors",
-        About(
-            "Contained errors of kvobs's telemetry: serving is not affected.",
-            "Zero is normal. Otherwise some numbers are lost. version: processes run different versions of kvobs.",
-            "The first error is in vLLM's log with its traceback; report it.",
-            "Failures of connectors are not counted here.",
-        ),
-        "where",
-    )
-
-
-def _dropped() -> Panel:
-    return lines(
-        "Dropped spans and lines, malformed contexts",
-        About(
-            "Spans lost, by place; unwritten lines of request_log; requests with a malformed trace context, by source.",
-            "rate: more than a process may write. missed: read too late. queue, export: the collector is slow or gone.",
-            "Sample less, or fix the collector; find the client of such contexts; vLLM's log has a file's error.",
-            "Serving is not affected, and metrics are complete: only traces and the log have gaps.",
-        ),
-        Query(SELECTION.count(signals.SPANS_DROPPED, "where"), "spans: {{where}}"),
-        Query(SELECTION.count(signals.REQUEST_LOG_DROPPED), "log lines"),
-        Query(SELECTION.count(signals.MALFORMED_CONTEXTS, "source"), "contexts: {{source}}"),
-        unit="short",
-    )
-
-
-_OF_ENGINE = ("instance", "engine")
-_ENGINE = "{{instance}} engine {{engine}}"
-
-
-def _engines() -> Panel:
-    return states(
-        "Engines",
-        About(
-            "Whether the engines of each exporter run, and the call that an engine ended in unexpectedly.",
-            "Red: the exporter serves the last numbers of an engine that was killed or crashed.",
-            "See the log of that engine, and the runbook, KvobsEngineEnded.",
-            "No data without the exporter. It ends with its last engine: a band that ends is a gone engine, too.",
-        ),
-        {
-            0: ("gone", looks.BAD),
-            1: ("running", looks.GOOD),
-            2: ("ended", looks.BAD),
-            3: ("ended before", looks.WARNING),
-        },
-        Query(SELECTION.gauge(signals.ENGINE_UP, *_OF_ENGINE, how="min"), _ENGINE),
-        Query(
-            f"1 + {SELECTION.gauge(signals.ENGINE_ENDED, *_OF_ENGINE, 'connector', 'hook', 'reason', how='max')}",
-            f"{_ENGINE}: {{{{connector}}}} {{{{hook}}}} {{{{reason}}}}",
-        ),
-    )
-
-
-def _queued() -> Panel:
-    return lines(
-        "Spans queued",
-        About(
-            "Spans that wait in the exporter for the collector: the ten highest.",
-            "Near zero is normal. Only rising: the collector is slow or gone, and spans will be dropped.",
-            "Check the collector; see 'Dropped spans'.",
-            "No data without the exporter, where spans wait in the API server.",
-        ),
-        Query(f"topk(10, {SELECTION.gauge(signals.SPANS_QUEUED, *_OF_ENGINE)})", _ENGINE),
-        unit="short",
     )

@@ -15,7 +15,7 @@ from dashboards.site import RUNBOOK
 from kvobs.schema import signals
 
 OVERVIEW, CONNECTOR, SLOW_LOADS = "kvobs-overview", "kvobs-connector", "kvobs-slow-loads"
-PREFILL_DECODE = "kvobs-prefill-decode"
+PREFILL_DECODE, ITSELF = "kvobs-prefill-decode", "kvobs-itself"
 
 TEMPO_SOURCE = "tempo_datasource"
 COLUMNS = 24

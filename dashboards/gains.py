@@ -14,15 +14,15 @@ def gains() -> Section:
     return Section(
         "Gain: time that loads save, time that requests wait for them",
         [
-            (8, [(4, net_gain()), (4, _seen()), (8, _net()), (8, _saved())]),
-            (8, [(8, _slower()), (8, _lost()), (8, _tiers())]),
+            (8, [(12, _net()), (12, _slower())]),
+            (8, [(12, _lost()), (12, _tiers())]),
         ],
         collapsed=True,
     )
 
 
 def net_gain() -> Panel:
-    """Return the tile, which the board *Overview* has too."""
+    """Return the tile of the board *Overview*."""
     return number(
         "Net gain",
         About(
@@ -41,21 +41,6 @@ def net_gain() -> Panel:
     )
 
 
-def _seen() -> Panel:
-    return number(
-        "Prefills seen",
-        About(
-            "Steps with prefills from which the estimate of computing has learned since the engines' start.",
-            "A handful for each engine is too few: its loads have no estimate, and no gain.",
-            "Wait, or send prompts that nothing has: where the cache works best, hardly anything is computed.",
-            "A load of more than four times the tokens of the largest prefill has no estimate either.",
-        ),
-        Query(SELECTION.gauge(signals.ESTIMATE_PREFILLS)),
-        unit="short",
-        empty=looks.NO_DATA,
-    )
-
-
 def _net() -> Panel:
     return lines(
         "Net gain by connector (s/s)",
@@ -69,20 +54,6 @@ def _net() -> Panel:
         of_connector(SELECTION.rate(signals.LOAD_WAITED, "connector"), "waited", dashed=True),
         unit="short",
         least=None,
-    )
-
-
-def _saved() -> Panel:
-    return lines(
-        "Prefill saved by connector (share of engine time)",
-        About(
-            "Time that computing the loaded tokens would have taken, as a share of the time of its engines.",
-            "25 %: this connector saves a quarter of every engine's time, and of each of its GPUs.",
-            "A connector that saves little for long costs memory and lookups: compare with its size, or remove it.",
-            "It leaves out the time that requests wait: see the net gain. Time without traffic counts, too.",
-        ),
-        of_connector(questions.saved_share("connector")),
-        unit="percentunit",
     )
 
 

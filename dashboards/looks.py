@@ -22,6 +22,7 @@ BY_OUTCOME = {
     "failed": "#D55E00",
 }
 BY_QUANTILE = {"p50": "#9AD0F3", "p95": "#56B4E9", "p99": "#0072B2"}
+BY_SIDE = {"prefill": "#0072B2", "decode": "#E69F00"}
 BY_TOKENS = {
     "offered": "#56B4E9",
     "admitted": "#0072B2",
@@ -68,7 +69,6 @@ VERDICTS = {i: (state.name, _OF_STATES.get(state.name, BAD)) for i, state in enu
 """States by their number: the worst has the greatest."""
 
 SEVERITIES = {1: ("info", OTHER), 2: ("warning", WARNING), 3: ("critical", BAD)}
-ENGINES_FAILING = thresholds((1e-9, WARNING), (0.2, BAD))
 
 ALL_UP = {0: ("all up", GOOD)}
 IN_QUARANTINE = {1: ("in quarantine", BAD)}

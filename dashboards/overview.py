@@ -12,7 +12,6 @@ from dashboards.gains import net_gain
 from dashboards.panels import About, Panel, Query, lines, number, of_connector, p99_and_mean
 from dashboards.promql import worst
 from dashboards.questions import SELECTION, by_connector, by_engine, worst_engine
-from dashboards.reuse import curve
 from dashboards.tables import Column, rows
 from kvobs.schema import signals, verdicts
 
@@ -33,7 +32,7 @@ def overview() -> Board:
                 "",
                 [
                     (4, [(4, tile) for tile in _worst()]),
-                    (4, [(4, tile) for tile in _effects()]),
+                    (4, [(width, tile) for width, tile in zip((5, 5, 5, 5, 4), _effects(), strict=True)]),
                     (6, [(24, _connectors())]),
                     (8, [(14, engines()), (10, firing_alerts())]),
                 ],
@@ -45,7 +44,6 @@ def overview() -> Board:
                     (9, [(8, _hits()), (8, _loaded_share()), (8, _open())]),
                 ],
             ),
-            Section("Reuse: what a cache could serve", [(9, [(24, curve())])], collapsed=True),
         ],
     )
 
@@ -144,18 +142,6 @@ def _effects() -> list[Panel]:
     """Return the tiles of how many are affected, and of what loads bring."""
     stall = SELECTION.quantile(0.99, signals.LOAD_STALL, *by_engine)
     return [
-        number(
-            "Engines affected",
-            About(
-                "Share of engines on which a connector fails: 5 % or more of its loads and exceptions.",
-                "0: no engine. Amber: some engine. Red: 20 % of the engines or more.",
-                "One engine: its machine. Many: the connector, its store or the network. See the engines below.",
-                "Engines without traffic count as engines that do not fail.",
-            ),
-            Query(questions.engines_failing()),
-            unit="percentunit",
-            verdict=looks.ENGINES_FAILING,
-        ),
         number(
             "Wrong bytes",
             About(
@@ -324,7 +310,7 @@ def _hits() -> Panel:
         About(
             "Share of hits among the requests that each connector has answered.",
             "It follows the traffic. A fall after a restart or a version is a cache that lost what it had.",
-            "Compare with the curve of the row Reuse: what a larger cache would serve.",
+            "Compare with the curve of the row Reuse on the board Connector: what a larger cache would serve.",
             "A hit is an offer: another connector may have loaded instead.",
         ),
         of_connector(questions.hit_share(*by_connector)),

@@ -6,7 +6,7 @@ from dashboards import frame, looks, questions
 from dashboards.engines import PLACE
 from dashboards.frame import Board, Section
 from dashboards.panels import About, Panel, Query, lines, of_connector, p99_and_mean
-from dashboards.promql import Selection, ratio, share
+from dashboards.promql import ratio, share
 from dashboards.questions import DECODE, DECODE_VLLM, PREFILL, PREFILL_VLLM, SELECTION, by_engine, with_role
 from dashboards.tables import Column, rows
 from kvobs.schema import signals
@@ -26,11 +26,11 @@ def prefill_decode() -> Board:
             Section("", [(9, [(24, _engines())])]),
             Section(
                 "1. Prefill: queue and computation",
-                [(8, [(8, _waiting("Prefill", PREFILL_VLLM)), (8, _prefill_times()), (8, _lookups())])],
+                [(8, [(12, _waiting()), (12, _prefill_times())])],
             ),
             Section(
                 "2. Save hold: blocks on the prefill side wait to be fetched",
-                [(8, [(6, _hold()), (6, _usage("Prefill", PREFILL_VLLM)), (6, _held_tokens()), (6, _oldest_save())])],
+                [(8, [(8, _hold()), (8, _usage()), (8, _held_tokens())])],
             ),
             Section(
                 "3. Transfer: requests on the decode side wait for their blocks",
@@ -42,8 +42,7 @@ def prefill_decode() -> Board:
             Section(
                 "4. Resume and decode",
                 [
-                    (8, [(8, _waiting("Decode", DECODE_VLLM)), (8, _resume()), (8, _usage("Decode", DECODE_VLLM))]),
-                    (8, [(12, _first_token()), (12, _between_tokens())]),
+                    (8, [(8, _resume()), (8, _first_token()), (8, _between_tokens())]),
                 ],
             ),
         ],
@@ -82,17 +81,23 @@ def _engines() -> Panel:
     )  # fmt: skip
 
 
-def _waiting(side: str, vllm: Selection) -> Panel:
+def _waiting() -> Panel:
     return lines(
-        f"{side}: requests waiting and running (dashed)",
+        "Requests waiting and running (dashed)",
         About(
-            f"vLLM's queue on the {side.lower()} engines: requests that wait to be scheduled, and requests that run.",
+            "vLLM's queues on both sides: requests that wait to be scheduled, and requests that run (dashed).",
             "Waiting rises and running is flat: these engines are full. A request that waits for its load is waiting.",
-            "Compare both sides: the one whose queue grows needs more engines, or faster transfers.",
+            "The side whose queue grows needs more engines, or faster transfers.",
             NOT_SPLIT,
         ),
-        Query(vllm.vllm_gauge("num_requests_waiting"), "waiting", looks.VLLM, 2),
-        Query(vllm.vllm_gauge("num_requests_running"), "running", looks.VLLM, dashed=True),
+        *(
+            query
+            for (side, color), vllm in zip(looks.BY_SIDE.items(), (PREFILL_VLLM, DECODE_VLLM), strict=True)
+            for query in (
+                Query(vllm.vllm_gauge("num_requests_waiting"), f"{side} waiting", color, 2),
+                Query(vllm.vllm_gauge("num_requests_running"), f"{side} running", color, dashed=True),
+            )
+        ),
         unit="short",
     )
 
@@ -112,20 +117,6 @@ def _prefill_times() -> Panel:
     )
 
 
-def _lookups() -> Panel:
-    return lines(
-        "Prefill: lookup delay (mean)",
-        About(
-            "Mean time from the connector's first 'not yet' for a request to its answer, on the prefill engines.",
-            "It is spent in the queue, before the computation begins.",
-            "Set lookup_timeout_ms, so that a request is computed without the answer.",
-            "Requests answered immediately are not included.",
-        ),
-        of_connector(PREFILL.mean(signals.LOOKUP_DELAY, "connector")),
-        unit="s",
-    )
-
-
 def _hold() -> Panel:
     return lines(
         "Prefill: save hold (p99; dashed: mean)",
@@ -141,16 +132,19 @@ def _hold() -> Panel:
     )
 
 
-def _usage(side: str, vllm: Selection) -> Panel:
+def _usage() -> Panel:
     return lines(
-        f"{side}: KV cache usage (fullest engine)",
+        "KV cache usage (fullest engine)",
         About(
-            f"Share of the KV cache that is in use, as vLLM reports it, on the fullest of the {side.lower()} engines.",
+            "Share of the KV cache that is in use, as vLLM reports it, on the fullest prefill and decode engine.",
             "Near 100 %: requests wait for blocks, or are preempted.",
             "Compare with the tokens held by transfers: held blocks are in use.",
             NOT_SPLIT,
         ),
-        Query(vllm.vllm_gauge("kv_cache_usage_perc", how="max"), "fullest engine", looks.VLLM, 2),
+        *(
+            Query(vllm.vllm_gauge("kv_cache_usage_perc", how="max"), side, color, 2)
+            for (side, color), vllm in zip(looks.BY_SIDE.items(), (PREFILL_VLLM, DECODE_VLLM), strict=True)
+        ),
         unit="percentunit",
     )
 
@@ -166,20 +160,6 @@ def _held_tokens() -> Panel:
         ),
         of_connector(PREFILL.gauge(signals.HELD_TOKENS, "connector", kind="save")),
         unit="short",
-    )
-
-
-def _oldest_save() -> Panel:
-    return lines(
-        "Prefill: age of the oldest save",
-        About(
-            "Age of the oldest promised save in progress on the prefill engines.",
-            "A sawtooth is normal. A line that only rises: these blocks are not fetched.",
-            "Compare with the connector's timeout for blocks that are not fetched.",
-            "No data means that no save is in progress.",
-        ),
-        of_connector(questions.oldest("connector", of=PREFILL, kind="save")),
-        unit="s",
     )
 
 

@@ -86,14 +86,6 @@ def calls() -> str:
     return SELECTION.gauge(signals.CALL_IN_PROGRESS, "connector", "hook", "instance", "engine", "rank", how="max")
 
 
-def engines_failing() -> str:
-    """Return the engines on which a connector fails, among all."""
-    by = ", ".join(by_engine[1:])
-    bad = verdicts.FAILING.limits["failing_share"]
-    failing = f"count(max by ({by}) ({failing_share(*by_engine)}) >= {bad:g})"
-    return share(failing, engines())
-
-
 def firing_alerts(severity: str = ".+", name: str = "Kvobs.+") -> str:
     """Return alerts of kvobs that fire: not all of them have all labels."""
     chosen = ",".join(f'{label}=~"${label}|"' for label in VARIABLES)
@@ -170,11 +162,6 @@ def net_gain(*by: str) -> str:
 def net_gain_share(*by: str) -> str:
     """Return the same as a share of the engines' time: 1 is a second per second on each engine."""
     return ratio(f"({net_gain(*by)})", engines(*by))
-
-
-def saved_share(*by: str) -> str:
-    """Return the time of computing that loads save, as a share of the engines' time."""
-    return share(SELECTION.rate(signals.PREFILL_SAVED, *by), engines(*by))
 
 
 def slower_share(*by: str) -> str:

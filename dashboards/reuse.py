@@ -20,7 +20,7 @@ _BY_SOURCE = "prompt_tokens_by_source_total"
 
 def reuse() -> Section:
     """Return the section of the board *Connector*."""
-    return Section("Reuse: what a cache could serve", [(9, [(12, curve()), (12, _parts())])], collapsed=True)
+    return Section("Reuse: what a cache could serve", [(9, [(12, _curve()), (12, _parts())])], collapsed=True)
 
 
 def hits_by_size() -> str:
@@ -64,8 +64,7 @@ def computed_tokens() -> tuple[str, str]:
     return f"clamp_min({TOKENS} - ({hits} or 0 * {TOKENS}) - ({again} or 0 * {TOKENS}), 0)", again
 
 
-def curve() -> Panel:
-    """Return the panel, which the board *Overview* has too."""
+def _curve() -> Panel:
     # Each series has the name of its bars as the label ``cache``, and no other label but the size.
     of_connectors = f'label_replace({hits_of_connectors()}, "cache", "with $1, measured", "connector", "(.*)")'
     queries = [

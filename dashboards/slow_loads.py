@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dashboards import frame, questions
-from dashboards.connector_details import calls, ranks, slow_calls
 from dashboards.frame import Board, Section
-from dashboards.panels import About, Panel, Query, distribution, lines, of_connector, p99_and_mean
+from dashboards.panels import About, Panel, distribution, lines, of_connector
 from dashboards.questions import SELECTION
 from dashboards.sdk import board
 from dashboards.tables import TRACE_ID, attribute, spans, trace
@@ -22,21 +21,16 @@ def slow_loads() -> Board:
         "Slow and failed loads, their traces, and the rank that was last. The tables need Tempo; the metrics work "
         "without it.",
         [
-            Section("", [(10, [(8, _durations()), (8, _slow()), (8, _speed())])]),
+            Section("", [(10, [(12, _durations()), (12, _speed())])]),
             Section(
                 "Traces (requires Tempo, and spans: --otlp-traces-endpoint)",
                 [
                     (8, [(24, _slow_loads())]),
                     (8, [(12, _failed_loads()), (12, _slow_calls())]),
-                    (8, [(16, _of_request()), (8, _lost())]),
+                    (8, [(24, _of_request())]),
                 ],
             ),
             Section("Trace (requires Tempo, and a span chosen above)", [(14, [(24, _trace())])]),
-            Section(
-                "Ranks (requires more than one rank)",
-                [(8, ranks())],
-            ),
-            Section("Calls by hook", [(8, [(12, calls()), (12, slow_calls())])]),
         ],
         [
             board.TextBoxVariable(REQUEST).label("Request id").default_value(""),
@@ -46,7 +40,6 @@ def slow_loads() -> Board:
 
 
 REQUEST, TRACE = "request", "trace"
-EXPORTER = "{{instance}} {{exporter}}"
 
 TO_TRACE = frame.to_board(frame.SLOW_LOADS, keeping=[frame.TEMPO_SOURCE, REQUEST], trace=TRACE_ID)
 
@@ -67,21 +60,6 @@ def _durations() -> Panel:
             "Not every load has a point: at most one for each bucket and scrape, and only exported traces.",
         ),
         SELECTION.increase(signals.LOAD_DURATION, "le", part="_bucket"),
-    )
-
-
-def _slow() -> Panel:
-    return lines(
-        "Load duration by connector (p99; dashed: mean)",
-        About(
-            "p99 and mean (dashed) of load durations by connector; the points are exemplars.",
-            "A rising line shows the slow connector.",
-            "Click a point for its trace.",
-            "A p99 is the middle of its bucket, within 10 %: it moves in steps of 19 %.",
-        ),
-        *p99_and_mean(SELECTION, signals.LOAD_DURATION),
-        unit="s",
-        exemplars=True,
     )
 
 
@@ -121,21 +99,6 @@ def _of_request() -> Panel:
         },
         link=TO_TRACE,
         limit=50,
-    )
-
-
-def _lost() -> Panel:
-    return lines(
-        "Spans lost in the collector (spans/s)",
-        About(
-            "Spans that OpenTelemetry collectors could not send on, or had no room for in their queue.",
-            "Zero is normal. Otherwise traces have gaps, and some of the loads are missing in these tables.",
-            "Check Tempo, and the collector's log and memory. Spans lost before: 'Dropped spans', board Connector.",
-            "No data: the collector's own metrics are not scraped. Collectors are those of the whole cluster.",
-        ),
-        Query(questions.collector_losses("otelcol_exporter_send_failed_spans"), f"{EXPORTER} not sent"),
-        Query(questions.collector_losses("otelcol_exporter_enqueue_failed_spans"), f"{EXPORTER} queue full"),
-        unit="short",
     )
 
 

@@ -15,17 +15,17 @@ EVERY = 40
 """One of so many calls for stats returns some that kvobs can't take: its fault is contained and counted."""
 
 
-class UncopiableStats(CallStats):
-    """Stats that travel, and can't be merged."""
+class BrokenStats(CallStats):
+    """Stats that EngineCore can't hand to the API server."""
 
-    def __deepcopy__(self, memo: Any) -> UncopiableStats:
-        raise TypeError("these stats can't be copied")
+    def to_dict(self) -> dict[str, Any]:
+        raise TypeError("these stats can't be converted")
 
 
 class BufferedChild(SteeredChild):
     """Passes every block through a host buffer, with the operation that it is handed.
 
-    Option beside those of ``SteeredChild``: ``bad_stats`` (true: it has stats now and then, and they can't be merged).
+    Option beside those of ``SteeredChild``: ``bad_stats`` (true: it sometimes has stats that can't be converted).
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -33,7 +33,6 @@ class BufferedChild(SteeredChild):
         self._device: dict[str, Any] = {}
         self._host: dict[str, Any] = {}
         self._copy: Callable[..., None] | None = None
-        # On one rank only: what one rank has alone is copied.
         is_bad = self._rank == 1 and self._kv_transfer_config.get_from_extra_config("bad_stats", False)
         self._asked = count(1) if is_bad else repeat(0)
 
@@ -59,7 +58,7 @@ class BufferedChild(SteeredChild):
             self._copy(source, target, blocks, blocks, direction)
 
     def get_kv_connector_stats(self) -> CallStats | None:
-        return UncopiableStats({"calls": {"bad": 1}}) if next(self._asked) % EVERY == 1 else None
+        return BrokenStats({"calls": {"bad": 1}}) if next(self._asked) % EVERY == 1 else None
 
 
 class BestEffortChild(SteeredChild):

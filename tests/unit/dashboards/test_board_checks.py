@@ -10,7 +10,8 @@ from dashboards.__main__ import FILES
 from tests.support.boards import CHECKS, Board, Panel, of_tempo, series
 
 BOARDS: dict[str, Board] = {path: json.loads(text()) for path, text in FILES.items() if path.startswith("boards/")}
-SLOW_LOADS = BOARDS["boards/kvobs-slow-loads.json"]  # it has a panel of every sort that checks are about
+CONNECTOR, SLOW_LOADS = (BOARDS[f"boards/kvobs-{name}.json"] for name in ("connector", "slow-loads"))
+OF_TEMPO = {"sources", "traceql", "trace_links"}
 
 Spoil = Callable[[Board], None]
 
@@ -47,18 +48,20 @@ SPOILED: dict[str, Spoil] = {
     "sources": lambda board: table(board)["datasource"].update(uid="tempo"),
     "selections": expr('connector=~"$connector"}[', 'connector="cpu"}['),
     "first_load": lambda board: board["panels"][0]["targets"].extend(board["panels"][0]["targets"] * 40),
-    "registered": expr("kvobs_load_duration_seconds_bucket", "kvobs_load_time_seconds_bucket"),
+    "registered": expr("kvobs_lookups_total", "kvobs_lookup_total"),
     "panel_units": lambda board: series(board)[0]["fieldConfig"]["defaults"].update(unit="seconds"),
     "legends": lambda board: series(board)[0]["targets"][0].update(legendFormat="{{index}}"),
     "titles": lambda board: series(board)[0].update(title="p99 " * 40),
-    "bounded": expr("topk(10, ", "topk(100, ", lambda board: next(p for p in series(board) if "hook" in str(p))),
+    "bounded": expr(
+        "topk(10, ", "topk(100, ", lambda board: next(p for p in series(board) if "topk(10" in str(p["targets"][:1]))
+    ),
     "traceql": expr("span.kv_transfer.mode", "span.kv_transfer.color", table),
     "trace_links": lambda board: link_of(board).update(url="/d/kvobs-slow-loads?var-trace=${__data.fields.traceID}"),
 }
 
 MORE = [
     ("panel_units", lambda board: series(board)[0]["targets"].clear()),
-    ("registered", expr("kvobs_load_duration_seconds_bucket{", '{__name__=~"kvobs_load_duration_.*",')),
+    ("registered", expr("kvobs_lookups_total{", '{__name__=~"kvobs_lookups_.*",')),
     ("traceql", expr('name =~ "kv.load .+"', 'name =~ "kv.lode .+"', table)),
     ("traceql", expr('"slow"', '"sloww"', table)),
 ]
@@ -66,7 +69,7 @@ MORE = [
 
 @pytest.mark.parametrize(("check", "spoil"), [*SPOILED.items(), *MORE])
 def test_every_check_finds_what_breaks_it(check: str, spoil: Spoil) -> None:
-    board = copy.deepcopy(SLOW_LOADS)
+    board = copy.deepcopy(SLOW_LOADS if check in OF_TEMPO else CONNECTOR)
     spoil(board)
     assert len(CHECKS[check](board)) == 1
     assert SPOILED.keys() == CHECKS.keys()
