@@ -102,15 +102,15 @@ test-engines: $(INSTALLED) hosts promtool ## Run the tests on real engines, and 
 test-slow: $(INSTALLED) promtool ## Run the others: boards on a real Prometheus, prefill and decode, faults of connectors, kills
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --no-loadscope-reorder -m slow tests $(TESTS)
 
-incidents: $(INSTALLED) packages promtool ## Let connectors hang, end and slow real engines, and write what is seen of it into docs/incidents.md
+incidents: $(INSTALLED) packages promtool ## Let connectors hang, end and slow real engines, and write what is seen of it into docs/reliability.md
 	KVOBS_INCIDENTS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow tests/incidents
 	$(BIN)/python -m docs
 
-faults: $(INSTALLED) packages rdma promtool ## Plant wrong bytes in the stores of real connectors, and write what is found into docs/verify.md
+faults: $(INSTALLED) packages rdma promtool ## Plant wrong bytes in the stores of real connectors, and write what is found into docs/reliability.md
 	KVOBS_FAULTS=1 $(BIN)/python -m pytest -k "found or named" tests/connectors/test_verify.py tests/connectors/servers/test_corrupt_stores.py tests/gpu_path/servers/test_pair.py
 	$(BIN)/python -m docs
 
-strangers: $(INSTALLED) ## Do what connectors do that vLLM's router does not expect, and write the answers into docs/compatibility.md
+strangers: $(INSTALLED) ## Do what connectors do that vLLM's router does not expect, and write the answers into docs/runs.md
 	KVOBS_STRANGERS=1 $(BIN)/python -m pytest -n 0 tests/strangers
 	$(BIN)/python -m docs
 
@@ -121,7 +121,7 @@ test-connectors: $(INSTALLED) packages rdma redis ## Run engines with real store
 test-ray: $(INSTALLED) packages ## Run engines under Ray, with both of vLLM's executors for it; five minutes
 	$(BIN)/python -m pytest -rP -m ray tests/connectors $(TESTS)
 
-test-gpu-path: $(INSTALLED) packages ## Run vLLM's default path on GPUs, on a CPU: V2 runner, async scheduling; ALL=1: all, for docs/gpu-path.md
+test-gpu-path: $(INSTALLED) packages ## Run vLLM's default path on GPUs, on a CPU: V2 runner, async scheduling; ALL=1: all, for docs/runs.md
 	$(if $(ALL),KVOBS_GPU_PATH=1 )$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m gpu_path tests/gpu_path $(TESTS)
 	$(if $(ALL),$(BIN)/python -m docs)
 

@@ -37,7 +37,7 @@ _CORES = SELECTION.series(signals.LOCAL_CACHE_TOKENS)
 """A series of each engine, on the host of its EngineCore: a host that has only ranks serves all else about these."""
 
 VLLM = Selection(SELECTION.window, 'cluster=~"$cluster",model_name=~"$model_name",engine=~"$engine"', beside=_INFO)
-"""vLLM's metrics come from another job, and with the exporter from another port (see the README)."""
+"""vLLM's metrics come from another job, and with the exporter from another port (see docs/quickstart.md)."""
 
 PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 

@@ -20,7 +20,7 @@ class Site:
     """The settings of a site: scrape job, label of the cluster, addresses of links, thresholds."""
 
     job: str = "kvobs"
-    """The job that scrapes ``kvobs_*``, with the exporter or without, as in the README."""
+    """The job that scrapes ``kvobs_*``, with the exporter or without, as in docs/quickstart.md."""
     cluster: str = "cluster"
     """The label with a target's cluster, if there are several; without it nothing changes."""
     grafana: str = "http://localhost:3000"

@@ -1,7 +1,7 @@
 """The table of differences between kvobs and vLLM's own MultiConnector that children can see, with default options.
 
 The differential test (``tests/transparency``) accepts exactly these differences, by name; the table in
-``docs/routing.md`` is generated from it.
+``docs/architecture.md`` is generated from it.
 """
 
 from dataclasses import dataclass

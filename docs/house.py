@@ -7,13 +7,14 @@ wall is an import that may never be. Broken walls and circles of rooms fail; siz
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
-from docs.pages import ROOT, part
+from docs.pages import FOLDER, ROOT, part
 
 PACKAGE = ROOT / "kvobs"
 
@@ -170,7 +171,7 @@ def measures() -> Iterator[Measure]:
     """Yield the figures of the house with their aims."""
     files, graph = modules(), arrows()
     inside = [path for name, path in files.items() if room(name) not in OUTSIDE_ENGINES]
-    options = part((ROOT / "README.md").read_text(encoding="utf-8"), "table", "options")
+    options = part((ROOT / "docs/options.md").read_text(encoding="utf-8"), "table", "options")
     yield Measure("kvobs, lines", _lines(files.values()), 18_500)
     yield Measure("kvobs, files", len(files), 125)
     yield Measure("in an engine, lines", _lines(inside), 13_000)
@@ -180,6 +181,15 @@ def measures() -> Iterator[Measure]:
     yield Measure("arrows", sum(map(len, graph.values())), 70)
     yield Measure("options", sum(line.startswith("| `") for line in options.splitlines()), 20)
     yield Measure("README, lines", _lines([ROOT / "README.md"]), 120)
+    words = sum(len(page.read_text(encoding="utf-8").split()) for page in for_operators())
+    yield Measure("operators, words", words, 20_000)
+
+
+def for_operators() -> list[Path]:
+    """Return the pages of ``docs/`` that its index lists for operators, without the changelog."""
+    index = (FOLDER / "README.md").read_text(encoding="utf-8").partition("## For developers")[0]
+    names = dict.fromkeys(re.findall(r"\]\((\w[\w-]*\.md)\)", index))
+    return [FOLDER / name for name in names if name != "changelog.md"]
 
 
 def _lines(paths: Iterable[Path]) -> int:

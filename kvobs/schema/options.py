@@ -1,4 +1,4 @@
-"""List the options of kvobs with names, types, defaults and descriptions; the README's table is made from them."""
+"""List the options of kvobs with names, types, defaults and descriptions; docs/options.md shows them as a table."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal

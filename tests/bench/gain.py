@@ -2,8 +2,8 @@
 
 Real engines, idle and busy, with a quick connector, a slow one and one that loads within the step. Each prompt is asked
 twice: computed first, then loaded. How much earlier its first token came is the real gain. The table of all cases goes
-to ``docs/gain.md``. Each engine is vLLM's own in a process with nothing else, so that what kvobs announces of a load
-can be put beside the times of the same two requests.
+to ``docs/performance.md``. Each engine is vLLM's own in a process with nothing else, so that what kvobs announces of a
+load can be compared with the times of the same two requests.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def measure(rounds: int, say: Callable[[str], None]) -> Part:
             cases += [
                 Case(connector, engine, tokens, [pair for pair in pairs if pair.tokens == tokens]) for tokens in LENGTHS
             ]
-    pages.write(pages.FOLDER / "gain.md", "run", "gain", _table(cases))
+    pages.write(pages.FOLDER / "performance.md", "run", "gain", _table(cases))
     errors = [
         Line(f"{connector}, {engine} engine", "%", found, budget=ERROR)
         for connector in CONNECTORS

@@ -1,4 +1,4 @@
-"""Faults of stores, which change the bytes in them, and what verification found of each: docs/verify.md shows it."""
+"""Faults of stores, which change the bytes in them, and what verification found of each (docs/reliability.md)."""
 
 import os
 from collections.abc import Callable, Mapping

@@ -19,7 +19,7 @@ from tests.support.published import write_row
 PUBLISH = "KVOBS_GPU_PATH"
 """An environment variable: with it, all cells are run, and they replace the results."""
 RESULTS = Path(__file__).parent / "results.json"
-"""What the last published run saw; docs/gpu-path.md shows it."""
+"""What the last published run saw; docs/runs.md shows it."""
 PATIENCE_S = 500
 GOOD = ("reuse", "streams", "preemptions")
 SERVED = (*GOOD, "async failures")

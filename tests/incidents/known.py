@@ -14,7 +14,7 @@ from tests.support.published import write_row
 GUILTY, INNOCENT = "remote", "cpu"
 PLACES = ("log", "top", "check", "overview")
 RESULTS = Path(__file__).parent / "results.json"
-"""What the last published run saw; docs/incidents.md shows it."""
+"""What the last published run saw; docs/reliability.md shows it."""
 PUBLISH = "KVOBS_INCIDENTS"
 """An environment variable: with it, a run replaces the results."""
 

@@ -1,6 +1,6 @@
 """What connectors do that vLLM's router does not expect, as scripts, and how many answers come out right of it.
 
-Each pattern is served behind and before a connector that loads what it is chosen for. ``docs/compatibility.md`` shows
+Each pattern is served behind and before a connector that loads what it is chosen for. ``docs/runs.md`` shows
 what became of the answers with vLLM's own router and with kvobs.
 """
 

@@ -1,6 +1,6 @@
 """Read a board as parsed JSON; what every board of ours must keep: each check returns what it finds, or nothing.
 
-Metrics of vLLM and of the process come from another scrape job than kvobs's (README), so they carry no job, and with
+Metrics of vLLM and of the process come from another scrape job than kvobs's, so they carry no job, and with
 the exporter those of vLLM come from another port, so they carry no instance (``Selection.beside`` says whose they are).
 Some alerts are about no single target, so ``ALERTS`` may have no job or instance. A collector serves many engines, and
 is a separate target (``questions.collector_losses``).

@@ -56,7 +56,7 @@ def test_a_module_exists(module: Mention) -> None:
 
 @pytest.mark.parametrize(
     ("page", "beginning"),
-    [("docs/exporter.md", "Only the exporter has"), ("docs/metrics.md", "- **Of the exporter only**")],
+    [("docs/exporter.md", "Only the exporter has"), ("docs/metrics.md", "- **Exporter only**")],
 )
 def test_the_metrics_of_the_exporter_are_all_named(page: str, beginning: str) -> None:
     (text,) = (part for part in paragraphs(TEXTS[page]) if part.startswith(beginning))
@@ -74,7 +74,7 @@ TITLES = {
     *(f"{variable}: All" for variable in VARIABLES),
 }
 OTHERS = {"All", "Critical", "General", "In process", "Stock"}
-"""A value of variables, a severity, Grafana's folder, two words that compatibility.md explains."""
+"""A value of variables, a severity, Grafana's folder, two words that runs.md explains."""
 
 
 def test_boards_are_found() -> None:

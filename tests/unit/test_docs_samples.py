@@ -68,13 +68,13 @@ def totals(rows: Iterable[str], times: str) -> list[report.ConnectorTotals]:
 
 
 def test_the_demos_table_is_what_it_prints() -> None:
-    lines = sample("README.md", "Lookups, offers and loads")
+    lines = sample("docs/quickstart.md", "Lookups, offers and loads")
     shown = lines[: next(i for i, line in enumerate(lines) if line.startswith("Time:"))]
     times = " ".join(lines[len(shown) :])
     rows = totals([line for line in shown if line.split()[0] in ("cpu", "disk")], times.removeprefix("Time:"))
     assert times == report.time_line(rows)
     assert not_printed(shown, printed(report.table(rows))) == []
-    (comment,) = (part for part in paragraphs(TEXTS["README.md"]) if part.startswith("`disk` had"))
+    (comment,) = (part for part in paragraphs(TEXTS["docs/quickstart.md"]) if part.startswith("`disk` had"))
     assert set(numbers(comment)) <= set(numbers(" ".join(lines)))
 
 
@@ -96,7 +96,7 @@ SLOW_LOAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tracing.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/requests.md"])
 def test_a_trace_is_what_the_demo_prints(page: str) -> None:
     _, *shown = sample(page, "trace 1f91")  # ids are any
     assert not_printed(shown, printed(tree.tree(SLOW_LOAD), width=max(map(len, shown)))) == []
@@ -121,15 +121,16 @@ def test_the_check_of_a_configuration_is_what_it_prints() -> None:
 
 
 def test_the_look_at_a_server_is_what_it_prints() -> None:
-    command, *shown = sample("README.md", "$ kvobs check --server")
+    command, *shown = sample("docs/quickstart.md", "$ kvobs check --server")
     with exporting(lambda _: None, {}, [], ("cpu", "nixl")) as address:
         printed = kvobs("check", "--server", address)
     assert [line.replace(address, command.split()[-1]) for line in printed] == shown
 
 
 def test_the_screen_of_top_is_what_it_prints() -> None:
-    shown = sample("docs/top.md", "kvobs top   the last")
+    shown = sample("docs/on-call.md", "kvobs top   the last")
     assert [line for line in printed(Picture([SERVER], 5)) if line] == shown
+    assert not_printed(sample("README.md", "tokens   load"), shown) == []
 
 
 NS = {"ms": 10**6, "us": 10**3}
@@ -138,7 +139,7 @@ NS = {"ms": 10**6, "us": 10**3}
 def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "folder", lambda: tmp_path / "pages")
     monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
-    shown, names, now = sample("docs/timeline.md", "rank 1, pid"), ["cpu", "steered"], time.perf_counter_ns()
+    shown, names, now = sample("docs/on-call.md", "rank 1, pid"), ["cpu", "steered"], time.perf_counter_ns()
     rows = [line.split() for line in shown if line.startswith(("  cpu ", "  steered "))]
     others = [
         ["cpu", hook, "1", "1", "us", "1", "us", "0"]
@@ -161,18 +162,18 @@ def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pyte
 def test_sizes_of_a_page_and_limits_of_spans_are_those_of_the_code() -> None:
     (power,) = re.findall(r"^CALLS = 1 << (\d+)$", Path(layout.__file__).read_text(), re.MULTILINE)  # tests have less
     calls = 1 << int(power)
-    assert f"A page has {calls:,} calls" in TEXTS["docs/timeline.md"]
+    assert f"A page has {calls:,} calls" in TEXTS["docs/on-call.md"]
     process = dataclasses.replace(writer.describe(writer.plain(["cpu", "nixl"]), 0), calls=calls)
     mib = f"{writer.size_of(process) / 2**20:.1f} MiB"
-    for page in ("exporter", "timeline", "sizing", "security", "performance"):
+    for page in ("exporter", "on-call", "capacity", "engine", "performance"):
         assert mib in TEXTS[f"docs/{page}.md"], page
-    (limits,) = (part for part in paragraphs(TEXTS["docs/tracing.md"]) if part.startswith("- **Limits.**"))
+    (limits,) = (part for part in paragraphs(TEXTS["docs/requests.md"]) if part.startswith("- **Limits.**"))
     sizes = [size // 1024 for size in SPAN_BYTES]
     assert numbers(limits) == [*sizes, PER_SECOND, RESERVED, PER_SECOND]
 
 
 AUTOSCALER, HOOK = (
-    yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", TEXTS["docs/autoscaling.md"], re.DOTALL)
+    yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", TEXTS["docs/capacity.md"], re.DOTALL)
 )
 OPEN = """# TYPE kvobs_in_flight gauge
 kvobs_in_flight{connector="nixl",kind="load"} 7.0

@@ -231,7 +231,7 @@ def test_monitoring_has_all_of_an_export_with_the_example_s_pods(name: str, tmp_
     files = dashboards.contents(dashboards.SiteSettings(labels=["release=mon"], namespaces=["llm"]))
     dashboards.export(tmp_path / "export", files)
     objects = {(each["kind"], each["metadata"]["name"]): each for each in built(tmp_path)}
-    boards = {f"kvobs-{board}" for board in ("overview", "connector", "prefill-decode", "slow-loads")}
+    boards = {f"kvobs-{board}" for board in ("overview", "connector", "prefill-decode", "slow-loads", "itself")}
     assert set(objects) == {("PodMonitor", "kvobs"), ("PrometheusRule", "kvobs"), *(("ConfigMap", b) for b in boards)}
     for board in boards:
         assert objects["ConfigMap", board]["metadata"]["labels"]["grafana_dashboard"] == "1"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from docs import house
-from docs.house import NEVER, NO_CIRCLES, Measure, arrows, broken_walls, floors, measures, modules, room
+from docs.house import NEVER, NO_CIRCLES, Measure, arrows, broken_walls, floors, for_operators, measures, modules, room
 
 
 @pytest.fixture
@@ -81,8 +81,15 @@ def test_the_house_is_measured() -> None:
     found = {name: value for name, value, _ in measures()}
     assert found["kvobs, lines"] > found["in an engine, lines"] > 1000
     assert found["kvobs, files"] == len(modules())
-    assert len(found) == 9
+    assert len(found) == 10
     assert min(found.values()) > 1
+
+
+def test_pages_for_operators_are_those_of_the_index() -> None:
+    names = [page.name for page in for_operators()]
+    assert {"quickstart.md", "on-call.md"} < set(names)
+    assert not {"changelog.md", "architecture.md", "runbook.md"} & set(names)
+    assert all(page.exists() for page in for_operators())
 
 
 def test_a_size_above_its_aim_is_printed_and_fails_nothing(

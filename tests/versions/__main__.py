@@ -3,7 +3,7 @@
     python -m tests.versions [--all | VERSION ...]
 
 Without any it is the oldest and the newest. Two run side by side, each on a core of its own. A run of all versions
-writes ``results.json``, of which the table of versions in docs/compatibility.md is made.
+writes ``results.json``, of which the table of versions in docs/runs.md is made.
 """
 
 import json

@@ -224,7 +224,7 @@ def _warn_of_dynamo(result: CheckResult, exporter: ExporterOptions | None) -> It
     if exporter is None or not _is_seen(exporter):
         found = "NVIDIA Dynamo serves metrics that begin with vllm: or lmcache: only; kvobs's are at its exporter"
         found += ", which is switched off" if exporter is None else f", at {exporter.host}"
-        fix = 'set kvobs.exporter to {"host": "0.0.0.0"}, and scrape its port: see docs/dynamo.md'
+        fix = 'set kvobs.exporter to {"host": "0.0.0.0"}, and scrape its port: see docs/deployment.md'
         yield Finding(DYNAMO_VLLM, found, fix=fix)
     is_combined = os.environ.get(_CONSOLIDATOR, "true").strip().lower() in ("1", "true", "on", "yes")
     if is_combined and any(connector.kv_connector == "DynamoConnector" for connector in result.connectors):

@@ -137,7 +137,7 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
         fix = "use the exporter; or scrape /metrics/, with the slash, of vLLM's server"
         result.warn(url, "serves no OpenMetrics here, so that there are no exemplars", fix)
     elif not exemplars and signals.SPANS_QUEUED.name in numbers.by_name:  # its exporter exports spans
-        fix = "see 'Exemplars' in docs/tracing.md; there are none before the first traced load"
+        fix = "see 'Exemplars' in docs/requests.md; there are none before the first traced load"
         result.warn(url, "has no exemplars, and exports spans", fix)
     if doubled := [name for name, times in series.items() if times > 1]:
         found = f"serves {len(doubled)} series more than once, such as {printable(doubled[0])[:200]}"

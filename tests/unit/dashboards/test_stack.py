@@ -86,8 +86,8 @@ def jobs_in(page: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_jobs_are_those_of_the_readme() -> None:
-    assert jobs_in("README.md") == [
+def test_the_jobs_are_those_of_the_quick_start() -> None:
+    assert jobs_in("docs/quickstart.md") == [
         {"job_name": name, "static_configs": [{"targets": [f"localhost:{port}"]}]}
         for name, port in (("vllm", 8000), ("kvobs", 9464))
     ]
@@ -147,7 +147,7 @@ def test_anybody_may_look_and_who_signs_in_may_explore() -> None:
     assert not environment.keys() & (removed | without_a_form)
     (default,) = re.findall(r"^\$\{GRAFANA_PASSWORD:-(\w+)\}$", environment["GF_SECURITY_ADMIN_PASSWORD"])
     assert default != "admin", "Grafana asks to change that one"
-    page = (ROOT / "docs/dashboards-and-alerts.md").read_text()
+    page = (ROOT / "docs/boards.md").read_text()
     assert f"sign in as `admin`, with the password `{default}` (`GRAFANA_PASSWORD`)" in " ".join(page.split())
 
 
@@ -202,7 +202,7 @@ def test_the_collectors_own_metrics_can_be_scraped_by_the_names_of_the_docs() ->
     without = dict.fromkeys(("without_type_suffix", "without_units", "without_scope_info"), True)
     assert reader == {"pull": {"exporter": {"prometheus": {"host": "0.0.0.0", "port": 8888, **without}}}}
     assert load("targets/otel-collector.yml") == [{"targets": ["otel-collector:8888"]}]
-    page = (ROOT / "docs/dashboards-and-alerts.md").read_text()
+    page = (ROOT / "docs/boards.md").read_text()
     queries = re.findall(r"^    (.*otelcol_.*)$", page, re.MULTILINE)
     for query in queries:
         promql_parser.parse(query)

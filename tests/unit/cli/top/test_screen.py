@@ -58,7 +58,7 @@ def test_sorting_loses_nobody_and_puts_last_what_there_is_nothing_of(servers: li
 
 
 def test_without_an_earlier_scrape_totals_are_no_rates() -> None:
-    """docs/top.md has the rest."""
+    """docs/on-call.md has the rest."""
     lines = shown([replace(SERVER, seconds=None, telemetry_s_per_s=2.5)], 80)
     assert "/s" not in " ".join(lines)
     assert "since the servers' start" in lines[0]
