@@ -1,4 +1,4 @@
-"""The board *Connector*: one, or some beside each other: rate, errors, durations; then use, waiting, backlog."""
+"""The board *Connector*: one, or several next to each other: rate, errors, durations; then use, waiting, backlog."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def connector() -> Board:
     return Board(
         frame.CONNECTOR,
         "kvobs / Connector",
-        "One connector, or several: a row for each with its lookups, loads, failures and durations; then all side by "
-        "side, each in its own colour: transfers in progress, waits, holds. Select connectors above.",
+        "One connector, or several: a row for each with its lookups, loads, failures and durations; then all of them "
+        "together, each in its own colour: transfers in progress, waits, holds. Select connectors above.",
         [
             Section("", [(6, [(14, engines()), (10, _configured())])]),
             Section(
@@ -59,7 +59,7 @@ def _configured() -> Panel:
         "Configuration",
         About(
             "The configured connectors, in the order of their lookups.",
-            "Index 0 is looked up first. Role and policies are those of the whole engine.",
+            "Index 0 is looked up first. Role and policies apply to the whole engine.",
             "Compare engines: more rows than connectors means that engines are configured differently.",
             "A configured connector does not necessarily work.",
         ),
@@ -88,10 +88,10 @@ def _lookups() -> Panel:
         "Lookups by outcome (requests/s)",
         About(
             "Lookups per second by outcome; an outcome is counted once per request.",
-            "pending: the answer was 'not yet'. timeout: not waited for any longer after lookup_timeout_ms. not_read: "
-            "vLLM asks and ignores the answer, as for prompt_logprobs and pooling; no hit share has these.",
+            "pending: the answer was 'not yet'. timeout: kvobs stopped waiting after lookup_timeout_ms. not_read: "
+            "vLLM asks and ignores the answer, as for prompt_logprobs and pooling; no hit share includes these.",
             "Many misses: check whether its cache fits the traffic. Many pending: see the lookup delay below.",
-            "A request that was pending and then a hit counts in both.",
+            "A request that was first pending and then a hit counts in both.",
         ),
         Query(SELECTION.rate(signals.LOOKUPS, "connector", "outcome"), "{{connector}} {{outcome}}"),
         unit="short",
@@ -106,8 +106,8 @@ def _loads() -> Panel:
         About(
             "Loads per second by mode and outcome.",
             "aborted: the request was cancelled. failed: tokens are recomputed, unless kv_load_failure_policy is fail.",
-            "For failures see 'Exceptions by hook and class', and the traces on Slow loads.",
-            "After a hit another connector may load instead: see lost tokens and unused offers.",
+            "For failures, see 'Exceptions by hook and class', and the traces on Slow loads.",
+            "After a hit, another connector may load instead: see lost tokens and unused offers.",
         ),
         Query(SELECTION.rate(signals.LOADS, "connector", "mode", "outcome"), "{{connector}} {{mode}} {{outcome}}"),
         unit="short",
@@ -153,8 +153,8 @@ def _quantiles() -> Panel:
             "p50, p95 and p99 of successful loads, and their mean (dashed), by connector and mode.",
             "A p99 far above the p50: some loads are much slower, see ranks and traces.",
             "Compare with other connectors, and with time to first token on the Overview.",
-            "A percentile is the middle of its bucket, within 10 %: it moves in steps of 19 %. The modes measure "
-            "different durations: async from allocation to the last rank's receipt, sync a part of the step.",
+            "A percentile is the middle of its bucket, accurate to 10 %: it moves in steps of 19 %. The modes "
+            "measure different durations: async from allocation to the last rank's receipt, sync a part of the step.",
         ),
         *(
             Query(
@@ -189,8 +189,8 @@ def _tokens() -> Panel:
             "connector that was chosen; recomputed, because a load failed.",
             "Admitted close to offered: this connector is the one in use.",
             "Many lost: try load_policy longest, or another order. Recomputed: fix the failures.",
-            "Tokens offered but not admitted are not lost if another connector had them, too. A request's offers count "
-            "once, its loads every time: after preemptions more may be admitted than offered.",
+            "Tokens offered but not admitted are not lost if another connector also had them. A request's offers "
+            "count once, its loads every time: after preemptions, more may be admitted than offered.",
         ),
         *(
             Query(SELECTION.rate(signal, "connector"), f"{{{{connector}}}} {name}", looks.BY_TOKENS[name])
@@ -211,7 +211,7 @@ def _in_flight() -> Panel:
         About(
             "Loads in progress, and promised saves in progress (dashed), whose blocks are held.",
             "A line that only rises is a backlog.",
-            "More and more saves: the reading side is slow or gone. More and more loads: their requests wait.",
+            "Ever more saves: the reading side is slow or gone. Ever more loads: their requests wait.",
             "The value is updated in engine steps: an idle engine keeps its last value.",
         ),
         of_connector(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="load"), "loads"),
@@ -227,7 +227,7 @@ def _age() -> Panel:
             "Age of the oldest load and promised save (dashed) in progress.",
             "A sawtooth is normal. A line that only rises means a transfer never finishes, or the engine hangs.",
             "See 'Stuck transfers by rank' below; then that worker's log.",
-            "0 means that no transfer is in progress. It grows also while the engine hangs.",
+            "0 means that no transfer is in progress. The age also grows while the engine hangs.",
         ),
         of_connector(questions.oldest("connector", kind="load"), "load"),
         of_connector(questions.oldest("connector", kind="save"), "save", dashed=True),
@@ -242,8 +242,9 @@ def _stalls(what: str, signal: Signal, of_steps: str) -> Panel:
             f"{of_steps}: p99 and mean (dashed).",
             "All requests of that step wait, including those that load nothing.",
             "A connector that blocks steps should be fast, or load asynchronously.",
-            "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait. A p99 is "
-            "interpolated within a bucket, a factor of two wide from 1 to 67 ms, else four. The mean is exact.",
+            "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait. A p99 "
+            "is interpolated within a bucket, which is a factor of two wide from 1 to 67 ms, and four elsewhere. The "
+            "mean is exact.",
         ),
         *p99_and_mean(SELECTION, signal),
         unit="s",

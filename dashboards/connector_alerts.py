@@ -41,14 +41,14 @@ CONNECTORS = (
         """,
         hold="5m",
         keep="5m",
-        summary="Requests fail on many engines, because loads from a KV connector fail.",
-        description="On {{ $value | humanizePercentage }} of the engines of job {{ $labels.job }}"
-        "{{ with $labels.__cluster__ }} of {{ . }}{{ end }} that load from {{ $labels.connector }}, these loads fail. "
-        "Their requests fail: kv_load_failure_policy is fail. What the engines share may be the cause: the store, the "
+        summary="Requests fail on many engines because loads from a KV connector fail.",
+        description="Loads from {{ $labels.connector }} fail on {{ $value | humanizePercentage }} of the engines of "
+        "job {{ $labels.job }}{{ with $labels.__cluster__ }} in {{ . }}{{ end }} that load from it. Their "
+        "requests fail because kv_load_failure_policy is `fail`. Check what the engines share: the store, the "
         'network, a new version. Worst:{{ with printf "topk(3, max by (__cluster__, instance, engine) '
         '(connector:kvobs_failed_loads:ratio_rate5m{job=%q,connector=%q,__cluster__=%q}))" $labels.job '
-        "$labels.connector $labels.__cluster__ | query }}{{ range . }} {{ .Labels.instance }}/{{ .Labels.engine }}"
-        "{{ end }}{{ end }}.",
+        "$labels.connector $labels.__cluster__ | query }}{{ range . }} "
+        "{{ .Labels.instance }}/{{ .Labels.engine }}{{ end }}{{ end }}.",
     ),
     Alert(
         name="KvobsRequestsFailing",
@@ -64,9 +64,10 @@ CONNECTORS = (
             and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
         hold="0m",
-        summary="Requests fail, because loads from a KV connector fail.",
-        description="{{ $value | humanizePercentage }} of the loads from {connector} failed in the last five minutes, "
-        "or in the last six hours if they are few. Their requests fail: kv_load_failure_policy is fail.",
+        summary="Requests fail because loads from a KV connector fail.",
+        description="{{ $value | humanizePercentage }} of the loads from {connector} failed in the last five minutes "
+        "(in the last six hours if there are few loads). Their requests fail because kv_load_failure_policy is "
+        "`fail`.",
     ),
     Alert(
         name="KvobsFailedSyncLoads",
@@ -91,11 +92,12 @@ CONNECTORS = (
         """,
         hold="0m",
         keep="10m",
-        summary="Synchronous loads failed: other connectors may have saved unfilled blocks.",
+        summary="Synchronous loads failed, and other connectors may have saved unfilled blocks.",
         description="{{ $value | humanize }} synchronous loads from {connector} failed in the last fifteen minutes. "
-        "Blocks that other connectors saved in the same step may be wrong, and so are answers that use them. Other "
-        'connectors:{{ with printf "kvobs_connector_info{job=%q,instance=%q,engine=%q,connector!=%q,__cluster__=%q}" '
-        "$labels.job $labels.instance $labels.engine $labels.connector $labels.__cluster__ | query }}{{ range . }} "
+        "Blocks that other connectors saved in the same step may be wrong, as may answers that use them. Other "
+        "connectors:{{ with printf "
+        '"kvobs_connector_info{job=%q,instance=%q,engine=%q,connector!=%q,__cluster__=%q}" $labels.job '
+        "$labels.instance $labels.engine $labels.connector $labels.__cluster__ | query }}{{ range . }} "
         "{{ .Labels.connector }}{{ end }}{{ end }}.",
     ),
     Alert(
@@ -122,19 +124,20 @@ CONNECTORS = (
         hold="0m",
         keep="10m",
         summary="A KV connector loads wrong bytes: answers may be wrong.",
-        description="{{ $value | humanize }} of the verified blocks that {connector} loaded on rank {{ $labels.rank }} "
-        "in the last fifteen minutes are not those that were computed for their tokens. The answers of their requests "
-        "may be wrong, although their loads count as good. The request log (option `request_log`) names them all, by "
-        "its field `wrong_blocks`; vLLM's log names one a minute, and connectors that may have overwritten its blocks.",
+        description="In the last fifteen minutes, {{ $value | humanize }} verified blocks that {connector} loaded on "
+        "rank {{ $labels.rank }} differed from the blocks computed for the same tokens. The answers of their "
+        "requests may be wrong, although the loads count as successful. The request log (option `request_log`) "
+        "marks all of these requests with the field `wrong_blocks`. vLLM's log names one a minute, and the "
+        "connectors that may have overwritten its blocks.",
     ),
     Alert(
         name="KvobsStuckTransfers",
         severity=Severity.CRITICAL,
         about=CONNECTOR,
         board="kvobs-connector",
-        # The counter shows that it began. The alert goes on, and does not begin, while the oldest transfer began before
-        # that quarter of an hour: a later one, or one after a restart, is another. A missed scrape ends no series here.
-        # The sum has no name, which the two have.
+        # The counter shows that it began. The alert continues, and does not begin, while the oldest transfer began
+        # before that quarter of an hour: a later one, or one after a restart, is another. A missed scrape ends no
+        # series here. The sum has no name, which the two have.
         expr="""
             last_over_time((
               0 + (
@@ -149,10 +152,10 @@ CONNECTORS = (
             )[90s:30s])
         """,
         hold="1m",
-        summary="A rank has not reported transfers that other ranks finished.",
+        summary="A rank has not reported transfers that other ranks have finished.",
         description="Rank {{ $labels.rank }} has not reported {{ $value | humanize }} transfers of {connector} that "
-        "other ranks finished more than `stuck_after_s` ago, in the last fifteen minutes or longer ago and still "
-        "unfinished. Their requests wait, or their blocks stay held.",
+        "other ranks finished more than `stuck_after_s` ago. These became stuck in the last fifteen minutes, or "
+        "earlier and are still open. Their requests wait, or their blocks stay held.",
     ),
     Alert(
         name="KvobsEnginesFailing",
@@ -182,13 +185,13 @@ CONNECTORS = (
         hold="5m",
         keep="5m",
         summary="Loads from a KV connector fail on many engines.",
-        description="On {{ $value | humanizePercentage }} of the engines of job {{ $labels.job }}"
-        "{{ with $labels.__cluster__ }} of {{ . }}{{ end }} that load from {{ $labels.connector }}, these loads fail. "
-        "Their tokens are recomputed. What the engines share may be the cause: the store, the network, a new version. "
-        'Worst:{{ with printf "topk(3, max by (__cluster__, instance, engine) '
+        description="Loads from {{ $labels.connector }} fail on {{ $value | humanizePercentage }} of the engines of "
+        "job {{ $labels.job }}{{ with $labels.__cluster__ }} in {{ . }}{{ end }} that load from it. vLLM "
+        "recomputes their tokens. Check what the engines share: the store, the network, a new version. Worst:{{ "
+        'with printf "topk(3, max by (__cluster__, instance, engine) '
         '(connector:kvobs_failed_loads:ratio_rate5m{job=%q,connector=%q,__cluster__=%q}))" $labels.job '
-        "$labels.connector $labels.__cluster__ | query }}{{ range . }} {{ .Labels.instance }}/{{ .Labels.engine }}"
-        "{{ end }}{{ end }}.",
+        "$labels.connector $labels.__cluster__ | query }}{{ range . }} "
+        "{{ .Labels.instance }}/{{ .Labels.engine }}{{ end }}{{ end }}.",
     ),
     Alert(
         name="KvobsConnectorFailing",
@@ -205,8 +208,8 @@ CONNECTORS = (
         """,
         hold="0m",
         summary="Loads from a KV connector fail.",
-        description="{{ $value | humanizePercentage }} of the loads from {connector} failed in the last five minutes, "
-        "or in the last six hours if they are few. Their tokens are recomputed.",
+        description="{{ $value | humanizePercentage }} of the loads from {connector} failed in the last five minutes "
+        "(in the last six hours if there are few loads). vLLM recomputes their tokens.",
     ),
     Alert(
         name="KvobsConnectorBlocksScheduler",
@@ -220,8 +223,9 @@ CONNECTORS = (
         """,
         hold="0m",
         summary="Calls into a KV connector take much of the scheduler's time.",
-        description="The scheduler spends {{ $value | humanizePercentage }} of its time in calls into {connector}, and "
-        "for more than five of the last ten minutes too much. No step runs during such a call.",
+        description="The scheduler spends {{ $value | humanizePercentage }} of its time in calls into {connector}. "
+        "This share was too high for more than five of the last ten minutes. The engine runs no step during such "
+        "a call.",
     ),
     Alert(
         name="KvobsLookupUnanswered",
@@ -233,9 +237,9 @@ CONNECTORS = (
             and ignoring (connector, kind) engine:kvobs_start_time_seconds:same2m
         """,
         hold="0m",
-        summary="A KV connector does not answer lookups: requests do not start.",
-        description="The oldest lookup of {connector} has been answered 'not yet' for {{ $value | humanizeDuration }}. "
-        "Its request waits for the answer.",
+        summary="A KV connector does not answer lookups, so requests do not start.",
+        description="The oldest lookup of {connector} has been answered with 'not yet' for "
+        "{{ $value | humanizeDuration }}. Its request waits for the final answer.",
     ),
     Alert(
         name="KvobsConnectorQuarantined",
@@ -250,8 +254,8 @@ CONNECTORS = (
         """,
         hold="2m",
         summary="A best-effort KV connector is in quarantine.",
-        description="{connector} was in quarantine for {{ $value | humanizePercentage }} of the last five minutes, "
-        "because it fails. Requests are served without this cache.",
+        description="{connector} was in quarantine for {{ $value | humanizePercentage }} of the last five minutes "
+        "because it failed. Requests are served without its cache.",
     ),
     Alert(
         name="KvobsConnectorErrors",
@@ -319,9 +323,10 @@ CONNECTORS = (
             )
         """,
         hold="5m",
-        summary="A KV connector counts failures, and no load fails.",
-        description="NIXL or Mooncake counted {{ $value | humanize }} failed transfers, keys, or reads after a lease's "
-        "end in the last fifteen minutes on {engine}, and no load failed. Loads may have brought wrong bytes.",
+        summary="A KV connector reports transfer failures that did not fail any load.",
+        description="In the last fifteen minutes, NIXL or Mooncake counted {{ $value | humanize }} failed transfers, "
+        "failed keys, or reads after the end of a lease on {engine}, but no load failed. Loads may have "
+        "delivered wrong bytes.",
     ),
     Alert(
         name="KvobsLoadsSlow",
@@ -356,9 +361,9 @@ CONNECTORS = (
             and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
         hold="0m",
-        summary="Loads from a KV connector take several times as long as a day ago.",
-        description="Loads from {connector} take {{ $value | humanize }} times as long as a day ago, for the same "
-        "number of tokens.",
+        summary="Loads from a KV connector take several times as long as they did a day ago.",
+        description="Loads from {connector} take {{ $value | humanize }} times as long as they did a day ago, for "
+        "the same number of tokens.",
     ),
     Alert(
         name="KvobsLoadsBelowLink",
@@ -385,10 +390,10 @@ CONNECTORS = (
             unless ignoring (connector) engine:kvobs_scheduler_seconds:late_rate2m
         """,
         hold="15m",
-        summary="Loads from a KV connector use a small part of its link.",
-        description="While they were in progress, loads from {connector} used at most "
-        "{{ $value | humanizePercentage }} of its links (link_gbps) in the last fifteen minutes. Check that they go by "
-        "RDMA, not TCP.",
+        summary="Loads from a KV connector use only a small part of its link's bandwidth.",
+        description="While loads from {connector} were in progress in the last fifteen minutes, they used at most "
+        "{{ $value | humanizePercentage }} of the bandwidth of its links (link_gbps). Check that they use RDMA, "
+        "not TCP.",
     ),
     Alert(
         name="KvobsSaveBacklog",
@@ -416,9 +421,9 @@ CONNECTORS = (
             and ignoring (connector) engine:kvobs_start_time_seconds:same10m
         """,
         hold="10m",
-        summary="A KV connector has stopped publishing what it stores.",
-        description="{connector} ended {{ $value | humanize }} saves in the last fifteen minutes, without an event for "
-        "routers. Requests are no longer sent to where their prefix is.",
+        summary="A KV connector has stopped publishing KV cache events.",
+        description="{connector} completed {{ $value | humanize }} saves in the last fifteen minutes without "
+        "publishing a KV cache event. Routers no longer send requests to the engine that has their prefix.",
     ),
     Alert(
         name="KvobsSlowestRank",
@@ -436,9 +441,9 @@ CONNECTORS = (
             and ignoring (connector, rank) engine:kvobs_start_time_seconds:same10m
         """,
         hold="10m",
-        summary="One rank takes longest in most loads and saves.",
-        description="Rank {{ $labels.rank }} took longest in {{ $value | humanizePercentage }} of loads and saves of "
-        "{connector} in the last fifteen minutes; all other ranks waited for it.",
+        summary="One rank is the slowest in most loads and saves.",
+        description="Rank {{ $labels.rank }} was the slowest in {{ $value | humanizePercentage }} of the loads and "
+        "saves of {connector} in the last fifteen minutes; all other ranks waited for it.",
     ),
     Alert(
         name="KvobsLoadsDontPay",
@@ -453,9 +458,9 @@ CONNECTORS = (
             and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
         hold="30m",
-        summary="Most loads from a KV connector take longer than computing.",
-        description="For {{ $value | humanizePercentage }} of the loads from {connector} requests waited longer than "
-        "computing the same tokens would have taken.",
+        summary="Most loads from a KV connector take longer than computing the tokens.",
+        description="For {{ $value | humanizePercentage }} of the loads from {connector}, requests waited longer "
+        "than computing the same tokens would have taken.",
     ),
     Alert(
         name="KvobsUnusedHitTokens",
@@ -471,8 +476,8 @@ CONNECTORS = (
         """,
         hold="30m",
         summary="Hit tokens are recomputed because another connector was chosen.",
-        description="{{ $value | humanizePercentage }} of the tokens offered by {connector} were not loaded but "
-        "computed, because a connector with fewer tokens was chosen.",
+        description="{{ $value | humanizePercentage }} of the tokens that {connector} offered were computed instead "
+        "of loaded, because a connector with fewer tokens was chosen.",
     ),
     Alert(
         name="KvobsNeverServes",
@@ -499,9 +504,9 @@ CONNECTORS = (
             ) > 0
         """,
         hold="30m",
-        summary="A KV connector stores prompts and never serves any.",
-        description="{connector} has been asked by {{ $value | humanize }} requests a second, and nothing was loaded "
-        f"from it in {UNSERVED_H} hours. Prompts repeat that vLLM's own cache no longer has: they are computed again, "
-        "or loaded from another connector.",
+        summary="A KV connector stores prompts but never serves any.",
+        description="{{ $value | humanize }} requests per second looked up {connector}, but none loaded from it in "
+        f"{UNSERVED_H} hours. Prompts evicted from vLLM's own cache recur: they are recomputed, or loaded from another "
+        "connector.",
     ),
 )

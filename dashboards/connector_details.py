@@ -39,10 +39,11 @@ def _ranks() -> list[tuple[int, Panel]]:
             lines(
                 "Rank skew (p99)",
                 About(
-                    "By how much the slowest rank took longer than the quickest for a load, or promised save (dashed).",
+                    "How much longer the slowest rank took than the fastest for a load, or promised save (dashed).",
                     "Close to the load's own duration: one rank makes the load slow.",
                     "See 'Slowest rank' to the right.",
-                    "Interpolated in buckets: a factor of two from 67 ms to 1 s, else four. One rank has no skew.",
+                    "Interpolated within a bucket, which is a factor of two wide from 67 ms to 1 s, and four "
+                    "elsewhere. A single rank has no skew.",
                 ),
                 of_connector(SELECTION.quantile(0.99, signals.RANK_SKEW, "connector", kind="load"), "loads"),
                 of_connector(
@@ -56,7 +57,7 @@ def _ranks() -> list[tuple[int, Panel]]:
             lines(
                 "Slowest rank (transfers/s)",
                 About(
-                    "Loads and promised saves for which this rank took longest, per second.",
+                    "Loads and promised saves in which this rank was the slowest, per second.",
                     "Similar rates are normal. One line far above the others is a slow rank.",
                     "Check that worker's machine: PCIe, network, disk, other processes.",
                     "One rank is always the slowest, even with little skew: check the skew first.",
@@ -116,7 +117,7 @@ def _bytes() -> Panel:
             "Bytes loaded per second over all ranks.",
             "A plateau together with rising durations: the link or store is saturated.",
             "Compare with the bandwidth of the link or store.",
-            "Bytes are those of the KV cache blocks that are filled; a connector may transfer more or fewer.",
+            "Counts the bytes of the KV cache blocks that are filled; a connector may transfer more or fewer.",
         ),
         of_connector(SELECTION.rate(signals.LOAD_BYTES, "connector")),
         unit="Bps",
@@ -127,12 +128,12 @@ def _link_share() -> Panel:
     return lines(
         "Loads as a share of the link",
         About(
-            "Bytes per second while loads were in progress, as a share of the option link_gbps: at least, and at most "
-            "(dashed), of the engine where it is lowest.",
-            "At most a tenth with large loads: TCP in the place of RDMA, or one rail of several; there is an alert.",
-            "Look for the chosen transport in the connector's log at the start; compare engines.",
-            "Loads share the link: at least counts them one after the other, at most as many at once as were ever "
-            "seen. Short loads end when a step does and are far below any link.",
+            "Bytes per second while loads were in progress, as a share of the option link_gbps: lower and upper "
+            "bound (dashed), of the engine with the lowest share.",
+            "At most a tenth with large loads: TCP instead of RDMA, or one rail of several; there is an alert.",
+            "Look for the chosen transport in the connector's startup log; compare engines.",
+            "Loads share the link: the lower bound assumes one load at a time, the upper bound as many at once as "
+            "were ever seen. Short loads end when a step ends, and are far below any link.",
         ),
         of_connector(questions.link_share()),
         of_connector(questions.link_share(at_most=True), "at most", dashed=True),
@@ -144,10 +145,10 @@ def _saved() -> Panel:
     return lines(
         "Tokens saved (tokens/s)",
         About(
-            "Tokens per second that the connector has stored in each medium, by its KV cache events.",
-            "A disk or a remote store wears and fills by them; a token in memory and on disk counts in both.",
+            "Tokens per second that the connector stored in each medium, according to its KV cache events.",
+            "They fill and wear a disk or a remote store; a token in memory and on disk counts in both.",
             "Far above the tokens that are computed: blocks are stored again and again.",
-            "No data: the connector does not say it, or vLLM's --kv-events-config is off.",
+            "No data: the connector does not report it, or vLLM's --kv-events-config is off.",
         ),
         _by(SELECTION.rate(signals.SAVE_TOKENS, "connector", "medium"), ("connector", "medium")),
         unit="short",
@@ -174,8 +175,8 @@ def _failed_sync() -> Panel:
         "Failed synchronous loads",
         About(
             "Failed synchronous loads: other connectors may have saved the unfilled blocks in that step.",
-            "Zero is normal. Otherwise a later hit on such blocks gives a wrong answer.",
-            "See the runbook, KvobsFailedSyncLoads: clear the caches of the other connectors.",
+            "Zero is normal. Otherwise, a later hit on such blocks gives a wrong answer.",
+            "See KvobsFailedSyncLoads in the runbook: clear the caches of the other connectors.",
             "It is not known whether the blocks were saved.",
         ),
     )
@@ -185,10 +186,10 @@ def _verified() -> Panel:
     return lines(
         "Verified blocks (blocks/s)",
         About(
-            "Loaded blocks that were compared with those computed for the same tokens, by outcome.",
-            "match is well; unknown was computed elsewhere or long ago; lossy is near: a compressed or another copy.",
-            "mismatch: answers may be wrong. See the runbook, KvobsCorruptLoads: take the connector out.",
-            "Without the option verify.share nothing is compared, and this panel is empty.",
+            "Loaded blocks compared with the blocks computed for the same tokens, by outcome.",
+            "match is good; unknown: computed elsewhere or long ago; lossy: close, for example a compressed copy.",
+            "mismatch: answers may be wrong. See KvobsCorruptLoads in the runbook: take the connector out.",
+            "Without the option verify.share, nothing is compared, and this panel is empty.",
         ),
         Query(SELECTION.rate(signals.VERIFIED_BLOCKS, "outcome"), "{{outcome}}"),
         unit="short",

@@ -18,10 +18,11 @@ def engines() -> Panel:
         "Engines and connectors, worst first",
         About(
             f"One row per connector of each engine, the worst {ROWS}. State: as in the table of connectors.",
-            "One instance only: that machine. All instances: the connector, or its store or network.",
+            "Only one instance: that machine. All instances: the connector, or its store or network.",
             "Take a single failing instance out of the load balancing, and check its log.",
-            "An instance without traffic has no failures either. An engine on several hosts has a row for each: "
-            "share and loads are in that of EngineCore. Pod, namespace and cluster: where targets have these labels.",
+            "An instance without traffic shows no failures. An engine on several hosts has a row for each host: "
+            "share and loads are in the row of EngineCore's host. Pod, namespace and cluster appear if targets have "
+            "these labels.",
         ),
         {"connector": "Connector", **PLACE},
         [
@@ -41,10 +42,10 @@ def firing_alerts() -> Panel:
     return rows(
         "Firing alerts",
         About(
-            "Alerts of kvobs that fire now, the most severe on top.",
-            "None is normal. Alerts wait before they fire: tiles change their colour earlier.",
+            "Alerts of kvobs that are firing, the most severe on top.",
+            "An empty table is normal. Alerts wait before they fire: tiles change colour earlier.",
             "Open the runbook (link on top) at the alert's name.",
-            "Prometheus must evaluate kvobs's rules: without them this is empty too.",
+            "Prometheus must evaluate kvobs's rules: without them the table is also empty.",
         ),
         {"alertname": "Alert", "connector": "Connector", **PLACE},
         [

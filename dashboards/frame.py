@@ -84,7 +84,7 @@ def classic(of: Board) -> str:
     built.panels = list(_lay_out(of.sections))
     content = json.loads(json.dumps(built, cls=JSONEncoder))
     for shown in (*content["links"], *content["annotations"]["list"]):
-        del shown["placement"]  # the SDK knows only the menu, where nobody looks
+        del shown["placement"]  # the SDK knows only the menu, which is rarely opened
     # Not indented: as a ConfigMap the largest board must fit `kubectl apply`'s annotation of 256 KiB.
     return json.dumps(content, sort_keys=True, indent=0) + "\n"
 
@@ -201,7 +201,7 @@ def _link(title: str, tooltip: str) -> board.DashboardLink:
 def to_board(uid: str, *, keeping: Sequence[str] = (), **chosen: str) -> str:
     """Return the address of a board with this board's time and variables, with other values for those in ``chosen``.
 
-    ``keeping`` are variables beside those of every board.
+    ``keeping`` are variables in addition to every board's variables.
     """
     names = [*questions.VARIABLES, "prometheus_datasource", *keeping]
     kept = [f"${{{name}:queryparam}}" for name in names if name not in chosen]

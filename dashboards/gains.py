@@ -12,7 +12,7 @@ from kvobs.schema import signals
 def gains() -> Section:
     """Return the section of the board *Connector*."""
     return Section(
-        "Gain: time that loads save, time that requests wait for them",
+        "Gain: time that loads save, minus time that requests wait for them",
         [
             (8, [(12, _net()), (12, _slower())]),
             (8, [(12, _lost()), (12, _tiers())]),
@@ -26,10 +26,10 @@ def net_gain() -> Panel:
     return number(
         "Net gain",
         About(
-            "Time of computing that loads save, minus the time that requests wait for them, divided by the time of all "
+            "Computing time that loads save, minus the time that requests wait for them, divided by the time of all "
             "engines: seconds per second and engine.",
             "25 %: loads save a quarter of each GPU's time, beyond the time that requests wait for them. Below 0: "
-            "computing would be quicker than loading.",
+            "computing would be faster than loading.",
             "If it is negative, find the connector: column Net gain of the Overview, row Gain of the board Connector.",
             "An estimate from the engine's steps. Above 100 % loads save more than the engines could compute. "
             "'No traffic': nothing was loaded, or no step has computed a prompt yet.",
@@ -46,7 +46,7 @@ def _net() -> Panel:
         "Net gain by connector (s/s)",
         About(
             "Time that computing the loaded tokens would have taken, minus the time that requests waited, per second.",
-            "Below 0: it would be quicker to compute what this connector loads.",
+            "Below 0: it would be faster to compute what this connector loads.",
             "Put a faster connector first, look for the cause of slow loads, or load only long prefixes from it.",
             "Requests of one step wait at the same time: the gain may be above 1. An estimate from the engine's steps.",
         ),
@@ -79,9 +79,9 @@ def _lost() -> Panel:
         "Offered tokens not loaded (tokens/s)",
         About(
             f"Tokens per second that connectors offered and none loaded: {reasons}.",
-            "other_chosen: a connector with fewer tokens was. not_allocated, aborted: requests ended before.",
+            "other_chosen: a connector with fewer tokens was chosen. not_allocated, aborted: the request ended first.",
             "not_allocated: the KV cache is full, or clients give up. declined: see isolate.",
-            "vLLM itself leaves a prompt's last token to be computed: a little not_taken is normal.",
+            "vLLM always computes a prompt's last token, so a little not_taken is normal.",
         ),
         Query(
             SELECTION.rate(signals.UNUSED_HIT_TOKENS, "connector", "reason"),
@@ -97,10 +97,10 @@ def _tiers() -> Panel:
         About(
             "Tokens per second that vLLM decided to load, by connector and by the tier that they were in: host memory, "
             "disk, another machine (p2p), or unspecified.",
-            "A shift from host to disk: memory no longer holds what is asked for, and loads take longer.",
-            "Compare with the curve of the row Reuse: the size at which it rises is what memory should hold.",
-            "The connector says it: one that does not is unspecified. No data: vLLM before 0.33, or without its stat "
-            "logging.",
+            "A shift from host to disk: memory no longer holds the requested tokens, and loads take longer.",
+            "Compare with the curve in the row Reuse: memory should hold the size at which it rises.",
+            "The connector reports the tier; otherwise it is unspecified. No data: vLLM before 0.33, or without its "
+            "stat logging.",
         ),
         Query(SELECTION.rate(signals.HIT_TOKENS, "connector", "source"), "{{connector}} {{source}}"),
         unit="short",

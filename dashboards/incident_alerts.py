@@ -1,4 +1,4 @@
-"""Define the alerts about an engine that stands still: it ended, a call hangs, nothing is resumed.
+"""Define the alerts about an engine that makes no progress: it ended, a call hangs, nothing is resumed.
 
 They fire within two minutes: most read ages, which are durations already, and they are evaluated most often.
 """
@@ -17,9 +17,9 @@ INCIDENTS = (
         # The next life reports it as 2 for fifteen minutes, if it knows of it.
         expr="kvobs_engine_ended == 2 or last_over_time(kvobs_engine_ended[15m]) == 1",
         hold="0m",
-        summary="An engine has ended unexpectedly.",
-        description="The last life of {engine} ended within the last fifteen minutes{{ with $labels.connector }} in "
-        "{{ $labels.hook }} of {{ . }}{{ else }}, in no connector's call{{ end }}: {{ $labels.reason }}.",
+        summary="An engine ended unexpectedly.",
+        description="{engine} ended within the last fifteen minutes{{ with $labels.connector }} during "
+        "{{ $labels.hook }} of {{ . }}{{ else }} outside any connector's call{{ end }}: {{ $labels.reason }}.",
     ),
     Alert(
         name="KvobsCallHangs",
@@ -33,16 +33,16 @@ INCIDENTS = (
             and ignoring (hook, connector, rank) engine:kvobs_start_time_seconds:same2m
         """,
         hold="0m",
-        summary="A call into a KV connector does not return: the engine stands still.",
-        description="{{ $labels.hook }} of {connector} has been in progress for {{ $value | humanizeDuration }} (rank: "
-        "{{ $labels.rank }}). No step runs until it returns: all requests of this engine wait.",
+        summary="A call into a KV connector does not return: the engine is blocked.",
+        description="{{ $labels.hook }} of {connector} has been in progress for {{ $value | humanizeDuration }} "
+        "(rank: {{ $labels.rank }}). The engine runs no step until the call returns, so all its requests wait.",
     ),
     Alert(
         name="KvobsRequestsNotResumed",
         severity=Severity.CRITICAL,
         about=ENGINE,
-        # The second part reads vLLM's metrics, without the connector, from another target on the same host. It looks
-        # back 90 s, too, because two minutes are not over where the first sample is younger.
+        # The second part reads vLLM's metrics, without the connector, from another target on the same host. It also
+        # looks back 90 s, because two minutes are not over where the first sample is younger.
         expr="""
             kvobs_oldest_in_flight_seconds{kind="resume"} > __load_age_s__
             unless ignoring (connector, kind)
@@ -68,10 +68,11 @@ INCIDENTS = (
         """,
         hold="0m",
         keep="1m",
-        summary="Requests whose loads have finished are not resumed, and no other runs.",
-        description="On {engine} no step computes anything, and a request whose load has finished"
-        "{{ with $labels.connector }} ({{ . }}) has waited for {{ $value | humanizeDuration }}"
-        "{{ else }} has waited for two minutes, by vLLM's own numbers{{ end }}: nothing frees the blocks it needs.",
+        summary="Requests whose loads have finished are not scheduled again, and no others run.",
+        description="{engine} runs no step that computes anything. A request whose load has "
+        "finished{{ with $labels.connector }} ({{ . }}) has waited for {{ $value | humanizeDuration }}{{ else }} "
+        "has waited for two minutes, according to vLLM's own metrics{{ end }}, because the blocks it needs are "
+        "not freed.",
     ),
     Alert(
         name="KvobsLoadUnfinished",
@@ -83,9 +84,9 @@ INCIDENTS = (
             and ignoring (connector, kind) engine:kvobs_start_time_seconds:same2m
         """,
         hold="0m",
-        summary="A load does not finish: its request waits.",
+        summary="A load does not finish, and its request waits.",
         description="The oldest load of {connector} has been in progress for {{ $value | humanizeDuration }}. Its "
-        "request waits until all ranks have reported it.",
+        "request waits until all ranks have reported the load.",
     ),
     Alert(
         name="KvobsConnectorBlocksEngine",
@@ -116,6 +117,6 @@ INCIDENTS = (
         keep="1m",
         summary="An engine spends most of its time in calls into a KV connector.",
         description="The scheduler spent {{ $value | humanizePercentage }} of the last 90 seconds in calls into "
-        "{connector}. No step runs during such a call: all requests of this engine wait.",
+        "{connector}. The engine runs no step during such a call, so all its requests wait.",
     ),
 )

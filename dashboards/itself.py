@@ -32,9 +32,10 @@ def _engines() -> Panel:
         "Engines",
         About(
             "Whether the engines of each exporter run, and the call that an engine ended in unexpectedly.",
-            "Red: the exporter serves the last numbers of an engine that was killed or crashed.",
-            "See the log of that engine, and the runbook, KvobsEngineEnded.",
-            "No data without the exporter. It ends with its last engine: a band that ends is a gone engine, too.",
+            "Red: the exporter serves the last metrics of an engine that was killed or crashed.",
+            "See the log of that engine, and KvobsEngineEnded in the runbook.",
+            "No data without the exporter. It exits with its last engine, so a band that ends also means a gone "
+            "engine.",
         ),
         {
             0: ("gone", looks.BAD),
@@ -54,8 +55,8 @@ def _faults() -> Panel:
     return lines(
         "Internal errors",
         About(
-            "Contained errors of kvobs's telemetry: serving is not affected.",
-            "Zero is normal. Otherwise some numbers are lost. version: processes run different versions of kvobs.",
+            "Contained errors in kvobs's telemetry: serving is not affected.",
+            "Zero is normal. Otherwise some metrics are lost. version: processes run different versions of kvobs.",
             "The first error is in vLLM's log with its traceback; report it.",
             "Failures of connectors are not counted here.",
         ),
@@ -69,9 +70,11 @@ def _dropped() -> Panel:
     return lines(
         "Dropped spans and lines, malformed contexts; queued spans (dashed)",
         About(
-            "Spans lost, by place; unwritten lines of request_log; requests with a malformed trace context, by source.",
+            "Lost spans, by stage; lines of request_log that were not written; requests with a malformed trace "
+            "context, by source.",
             "rate: more than a process may write. missed: read too late. queue, export: the collector is slow or gone.",
-            "Sample less, or fix the collector; find the client of such contexts; vLLM's log has a file's error.",
+            "Sample less, or fix the collector; find the client that sends such contexts; vLLM's log shows the error "
+            "of a file.",
             "Serving is not affected, and metrics are complete: only traces and the log have gaps.",
         ),
         Query(SELECTION.count(signals.SPANS_DROPPED, "where"), "spans: {{where}}"),
@@ -86,10 +89,10 @@ def _lost() -> Panel:
     return lines(
         "Spans lost in the collector (spans/s)",
         About(
-            "Spans that OpenTelemetry collectors could not send on, or had no room for in their queue.",
+            "Spans that OpenTelemetry collectors could not export, or dropped because their queue was full.",
             "Zero is normal. Otherwise traces have gaps, and some of the loads are missing in these tables.",
             "Check Tempo, and the collector's log and memory. Spans lost before: 'Dropped spans' to the left.",
-            "No data: the collector's own metrics are not scraped. Collectors are those of the whole cluster.",
+            "No data: the collector's own metrics are not scraped. Covers the collectors of the whole cluster.",
         ),
         Query(questions.collector_losses("otelcol_exporter_send_failed_spans"), f"{_EXPORTER} not sent"),
         Query(questions.collector_losses("otelcol_exporter_enqueue_failed_spans"), f"{_EXPORTER} queue full"),
@@ -103,7 +106,7 @@ def _self() -> Panel:
         About(
             "CPU time of kvobs's telemetry as a share of one core, over all processes of these engines.",
             "A few percent under load; the alert is at 20 % for an engine.",
-            "Much more: lower tracing.level; the label where shows which part it is.",
+            "Much more: lower tracing.level; the label `where` shows which part it is.",
             "For recording calls the value is an estimate.",
         ),
         Query(SELECTION.rate(signals.SELF_SECONDS, "where"), "{{where}}"),

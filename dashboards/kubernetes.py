@@ -10,7 +10,7 @@ from dashboards.rules import HEADER, to_yaml
 from dashboards.site import Site, fill, token
 
 PORTS = {"vllm": "http", "kvobs": "kvobs"}
-"""By job, as in docs/quickstart.md: the name of the port, that of vLLM's API server and that of the exporter."""
+"""By job, as in docs/quickstart.md: the name of the port of vLLM's API server, and of the exporter's port."""
 
 POD_HEADER = HEADER + (
     "# Change for your site: the labels of vLLM's pods, and the names of their ports (http: 8000, kvobs: 9464).\n"

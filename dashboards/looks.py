@@ -7,7 +7,7 @@ from kvobs.schema import verdicts
 
 GOOD, WARNING, BAD, IDLE = "#009E73", "#E69F00", "#D55E00", "#8A8A8A"
 NONE = "transparent"
-VLLM = "#B8B8B8"  # vLLM's numbers, beside ours
+VLLM = "#B8B8B8"  # vLLM's numbers, next to ours
 OTHER = "#56B4E9"
 
 BY_OUTCOME = {

@@ -1,6 +1,6 @@
 """The board *Overview*: is KV transfer healthy, which connector is guilty, does it cost time to first token.
 
-Verdicts are those of the worst engine: one of many that fails does not show in a fleet's mean.
+Verdicts show the worst engine: one of many that fails does not show in a fleet's mean.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def overview() -> Board:
 
 
 def _worst() -> list[Panel]:
-    """Return the tiles that say where to look first."""
+    """Return the tiles that show where to look first."""
     failing = worst(f"({questions.failing_share(*by_engine)}) > 0")
     p99 = SELECTION.quantile(0.99, signals.LOAD_DURATION, *by_engine)
     return [
         number(
             "Alerts",
             About(
-                "How many alerts of kvobs fire, by severity.",
+                "How many kvobs alerts are firing, by severity.",
                 "'none' is normal, red is critical. Alerts wait before they fire: other tiles change colour earlier.",
-                "See which in the table of alerts below, and open the runbook at the alert's name.",
-                "Prometheus must evaluate kvobs's rules: without them none fires.",
+                "The table of alerts below lists them; open the runbook at the alert's name.",
+                "Prometheus must evaluate kvobs's rules: without them no alert fires.",
             ),
             Query(questions.alerts_firing(), "{{severity}}"),
             unit="short",
@@ -69,11 +69,11 @@ def _worst() -> list[Panel]:
         number(
             "Engines down",
             About(
-                "How many engines are gone: those of targets that cannot be scraped any more, and those that ended.",
+                "How many engines are gone: their target can no longer be scraped, or they ended.",
                 "'all up' is normal.",
-                "`kvobs top` and the runbook's KvobsEngineEnded say in which call an engine died.",
-                "A removed pod is no target, and not counted. Without the exporter an engine's end is seen only as a "
-                "target that is down.",
+                "`kvobs top` shows in which call an engine ended; see KvobsEngineEnded in the runbook.",
+                "A removed pod is no longer a target, and is not counted. Without the exporter, the end of an engine "
+                "shows only as a target that is down.",
             ),
             Query(questions.engines_down()),
             unit="short",
@@ -86,9 +86,9 @@ def _worst() -> list[Panel]:
             About(
                 "The connector and engine with the highest share of failures: failed loads and exceptions, among all "
                 "loads and exceptions.",
-                "Green and 'none': nothing failed in the last minutes. Red: more than 5 %.",
+                "Green and 'none': no failures in the last minutes. Red: more than 5 %.",
                 "Open that connector's board from its row in the table below.",
-                "With few loads, one failure is a large share: see the failures a second below.",
+                "With few loads, one failure is a large share: see the failures per second below.",
             ),
             Query(questions.none_if_empty(failing), NAMED),
             unit="percentunit",
@@ -98,8 +98,8 @@ def _worst() -> list[Panel]:
         number(
             "Hangs",
             About(
-                "Is anything hanging? The call that an engine has been in for longest, or the oldest lookup, load or "
-                "resume (loaded, not scheduled, and nothing is computed), and its age.",
+                "The longest call in progress, or the oldest lookup, load or resume (loaded, not scheduled, and the "
+                "engine computes nothing), and its age.",
                 "'Nothing hangs' is the normal state. Red from 10 s: the connector's state is then Hangs.",
                 "See KvobsCallHangs in the runbook; `kvobs timeline` shows what led to it.",
                 "Calls below a second are not shown. Each host shows the calls of its own processes.",
@@ -113,8 +113,8 @@ def _worst() -> list[Panel]:
             "Load p99",
             About(
                 "The p99 of load durations, of the connector and engine with the highest.",
-                "Amber from 1 s, red from 4 s. The value is the middle of its bucket, within 10 %; the mean is in the "
-                "tables.",
+                "Amber from 1 s, red from 4 s. The value is the middle of its bucket, accurate to 10 %; the mean is "
+                "in the tables.",
                 "Compare with time to first token below; open Slow loads for traces of single loads.",
                 "A slow load does not delay a request that is waiting for another reason anyway.",
             ),
@@ -127,9 +127,11 @@ def _worst() -> list[Panel]:
             About(
                 "Share of time that the scheduler spends in calls into the connector, of the connector and engine with "
                 "the highest.",
-                "No step is scheduled in that time: all requests of the engine wait. Amber from 10 %, red from 50 %.",
-                "See which hook on the connector's board, row Scheduler; `lookup_timeout_ms` leaves lookups open.",
-                "While nothing is computed, the scheduler may only ask again for what is not there yet.",
+                "No step is scheduled during that time, so all requests of the engine wait. Amber from 10 %, red "
+                "from 50 %.",
+                "The connector's board shows which hook, in the row Scheduler. `lookup_timeout_ms` does not "
+                "interrupt a call.",
+                "While nothing is computed, the scheduler may only be polling for answers.",
             ),
             Query(worst(f"({questions.scheduler_share(*by_engine)}) >= 0"), NAMED),
             unit="percentunit",
@@ -145,11 +147,11 @@ def _effects() -> list[Panel]:
         number(
             "Wrong bytes",
             About(
-                "Blocks that a connector has loaded with wrong bytes since its engine's start, of the connector and "
+                "Blocks that a connector loaded with wrong bytes since its engine's start, for the connector and "
                 "engine with the most.",
-                "Red: answers may be wrong. 'none': no such block was found.",
+                "Red: answers may be wrong. 'none': no wrong block was found.",
                 "See KvobsCorruptLoads in the runbook: take the connector out, restart, clear its store.",
-                "Only with the option verify.share, and of the blocks that it compares: 'none' is no proof.",
+                "Needs the option verify.share, and covers only the blocks that it compares: 'none' is not a proof.",
             ),
             Query(questions.none_if_empty(worst(questions.wrong_blocks(*by_engine))), NAMED),
             unit="short",
@@ -160,9 +162,10 @@ def _effects() -> list[Panel]:
             "Quarantined",
             About(
                 "A best-effort connector in quarantine: it failed, and new requests are served without it.",
-                "Red: this connector is in quarantine. 'none': no connector is.",
+                "Red: this connector is in quarantine. 'none': no connector is in quarantine.",
                 "See its exceptions. It is enabled again automatically after its back-off.",
-                "Only connectors in the option isolate can be quarantined: a failure of another one ends the engine.",
+                "Only connectors in the option isolate can be quarantined; a failure of another connector may crash "
+                "the engine.",
             ),
             Query(
                 questions.none_if_empty(worst(f"{questions.quarantine(*by_engine)} > 0")),
@@ -193,8 +196,8 @@ def _effects() -> list[Panel]:
                 "Share of all prompt tokens that were loaded from connectors.",
                 "Higher is better; the achievable value depends on the traffic.",
                 "If it falls, check hit shares and tokens lost to a shorter offer.",
-                "Tokens in vLLM's own prefix cache are not loaded: a good local cache lowers this share. By vLLM, "
-                "which counts a prompt once: without loads after a preemption.",
+                "Tokens in vLLM's own prefix cache are not loaded, so a good local cache lowers this share. vLLM "
+                "reports this share; it counts a prompt once, without loads after a preemption.",
             ),
             Query(questions.loaded_share()),
             unit="percentunit",
@@ -208,13 +211,13 @@ def _connectors() -> Panel:
     return rows(
         "Connectors, worst first",
         About(
-            "One row per configured connector, the worst on top. State, failure share and durations are those of "
+            "One row per configured connector, the worst on top. State, failure share and durations show "
             "its worst engine, all else is the sum of all engines.",
-            "State, the worst that is true: "
+            "State, the worst that applies: "
             + "; ".join(f"{s.name} ({s.condition.format(**s.limits)})" for s in verdicts.STATES)
             + ".",
             "Click a connector for its own board.",
-            "A slow connector does no harm as long as time to first token does not rise with it.",
+            "A slow connector does no harm unless time to first token rises with it.",
         ),
         {"connector": "Connector"},
         [
@@ -308,8 +311,8 @@ def _hits() -> Panel:
     return lines(
         "Hit share by connector",
         About(
-            "Share of hits among the requests that each connector has answered.",
-            "It follows the traffic. A fall after a restart or a version is a cache that lost what it had.",
+            "Share of hits among the requests that each connector answered.",
+            "It follows the traffic. A drop after a restart or a new version: the cache lost its content.",
             "Compare with the curve of the row Reuse on the board Connector: what a larger cache would serve.",
             "A hit is an offer: another connector may have loaded instead.",
         ),
@@ -324,7 +327,7 @@ def _loaded_share() -> Panel:
         About(
             "Tokens loaded per second, by connector.",
             "Tokens that come neither from a connector nor from vLLM's own cache are computed.",
-            "A connector that never loads anything only costs lookups: remove it, or change the order.",
+            "A connector that never loads anything just costs lookups: remove it, or change the order.",
             "A connector with few tokens may hold blocks that no other connector has.",
         ),
         of_connector(questions.connector_or_zero(SELECTION.rate(signals.LOAD_TOKENS, *by_connector))),

@@ -19,9 +19,10 @@ def prefill_decode() -> Board:
     return Board(
         frame.PREFILL_DECODE,
         "kvobs / Prefill and decode",
-        "The way of a request with separate engines for prefill and decode: it waits for prefill, is computed, its "
-        "blocks are held until decode has fetched them, decode waits for them, resumes and generates. Prefill are "
-        "engines with a kv_producer, decode those with a kv_consumer; engines with kv_both alone count for both.",
+        "The path of a request with separate engines for prefill and decode: it waits for prefill, is computed, its "
+        "blocks are held until decode has fetched them, decode waits for them, resumes and generates. Engines with a "
+        "kv_producer are prefill engines, engines with a kv_consumer are decode engines; engines with only kv_both "
+        "count for both.",
         [
             Section("", [(9, [(24, _engines())])]),
             Section(
@@ -54,10 +55,11 @@ def _engines() -> Panel:
     return rows(
         "Engines by role, oldest transfer first",
         About(
-            "One row per connector of each engine, with its role (kv_role); on several hosts, one for each.",
+            "One row per connector of each engine, with its role (kv_role); an engine on several hosts has one per "
+            "host.",
             "Producers save and hold, consumers load: held tokens on a producer are blocks that no consumer has "
             "fetched yet.",
-            "Old transfers on producers only: the consumers are slow or gone. On consumers only: the link or the "
+            "Old transfers only on producers: the consumers are slow or gone. Only on consumers: the link or the "
             "producers are.",
             "All rows kv_both: set kv_role to kv_producer and kv_consumer where the connector allows it, or choose the "
             "instances of one side above.",
@@ -106,7 +108,8 @@ def _prefill_times() -> Panel:
     return lines(
         "Prefill: time in the queue (dashed) and in computation (p95)",
         About(
-            "vLLM's time of requests in the queue, and from then to their first token, on the prefill engines: p95.",
+            "Time that requests spend in vLLM's queue, and from there to their first token, on the prefill engines: "
+            "p95.",
             "A long queue with short computation: too few prefill engines, or their KV cache is held by saves.",
             "Compare with the save hold and the KV cache usage below.",
             NOT_SPLIT,
@@ -185,7 +188,7 @@ def _load_times() -> Panel:
             "p99 and mean (dashed) of loads on the decode engines, from allocation to the last rank's receipt.",
             "It is part of the time to first token on the decode side.",
             "Click a point for its trace, or open Slow loads.",
-            "A p99 is the middle of its bucket, within 10 %: it moves in steps of 19 %.",
+            "A p99 is the middle of its bucket, accurate to 10 %: it moves in steps of 19 %.",
         ),
         *p99_and_mean(DECODE, signals.LOAD_DURATION),
         unit="s",
@@ -230,10 +233,10 @@ def _peers() -> Panel:
         "Pairs of engines, most failures first",
         About(
             "One row per decode engine and engine that it loads from, by the host and port that requests name.",
-            "One bad row: that pair, as its link or NIC. All rows of one peer: that prefill engine. All rows of one "
-            "instance: that decode engine.",
-            "Look for both engines' logs, and for the pair's traces by kv_transfer.remote.host.",
-            "A process names its first 32 peers, all others are _OTHER.",
+            "One bad row: that pair, such as its link or NIC. All rows of one peer: that prefill engine. All rows of "
+            "one instance: that decode engine.",
+            "Check the logs of both engines, and search the pair's traces by kv_transfer.remote.host.",
+            "A process names its first 32 peers; all others are _OTHER.",
         ),
         {"peer": "Loads from", "connector": "Connector", **PLACE},
         [
@@ -250,9 +253,10 @@ def _resume() -> Panel:
         "Decode: resume delay after a load (p99; dashed: mean)",
         About(
             "Time from an async load's end on all ranks to the step that schedules its request.",
-            "The blocks are there, the request still waits: high with many waiting requests, the engine is full.",
-            "High without waiting requests: a connector blocks the scheduler, see board Connector.",
-            "Synchronous loads have none.",
+            "The blocks have arrived, but the request still waits. High with many waiting requests: the engine is "
+            "full.",
+            "High without waiting requests: a connector blocks the scheduler, see the board Connector.",
+            "Synchronous loads have no such delay.",
         ),
         *p99_and_mean(DECODE, signals.LOAD_RESUME_DELAY),
         unit="s",
@@ -266,7 +270,7 @@ def _first_token() -> Panel:
             "vLLM's time to first token on the decode engines (grey), and load durations by connector: p95.",
             "Both rise together: transfers delay the first token. Only the grey one rises: the queue does.",
             "Compare with the prefill side's queue: the client waits for both sides, one after the other.",
-            "A proxy in front adds the time on the prefill side; it is not in this number.",
+            "A proxy in front adds the time on the prefill side, which this number does not include.",
         ),
         Query(DECODE_VLLM.vllm_quantile(0.95, "time_to_first_token_seconds"), "TTFT of vLLM", looks.VLLM, 3),
         of_connector(DECODE.quantile(0.95, signals.LOAD_DURATION, "connector"), "load"),

@@ -13,7 +13,7 @@ from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 CLUSTER = "cluster"
 ENGINE_LABELS = (CLUSTER, "job", "instance", "model_name", "engine")
-"""Labels of every series beside those of its signal: Prometheus's and vLLM's; not every site has a cluster."""
+"""Labels of every series in addition to its signal's labels: Prometheus's and vLLM's; not every site has a cluster."""
 SITE_LABELS = (CLUSTER, "namespace", "pod")
 """Labels that some sites have, and others have not."""
 CONNECTOR = "connector"
@@ -30,8 +30,8 @@ class Selection:
     """Select the series that are meant, and the window of rates.
 
     ``engine`` are matchers for any series, ``connector`` further ones for those about a connector; each is empty or
-    ends without a comma, as ``job=~"$job"``. ``beside`` is a query: metrics of vLLM are those of the engines that it
-    finds, on the same host, whatever the port. ``among`` is a query, too: only series of the engines that it finds are
+    ends without a comma, as ``job=~"$job"``. ``beside`` is a query: vLLM's metrics are taken from the engines that it
+    finds, on the same host, whatever the port. ``among`` is also a query: only series of the engines that it finds are
     meant.
     """
 
@@ -85,7 +85,7 @@ class Selection:
         return f"{how}{_by(by)} ({self._of_engines(self.series(signal, **labels))})"
 
     def rates(self, signal: Signal, **labels: str) -> str:
-        """Return a counter's rates per second, series by series, to be put together with those of others."""
+        """Return a counter's rates per second, series by series, to be combined with the rates of others."""
         _check_counter(signal)
         return f"rate({self.series(signal, **labels)}[{self.window}])"
 

@@ -77,7 +77,7 @@ def engines(*by: str) -> str:
 
 
 def worst_engine(expr: str) -> str:
-    """Return a value for each connector: that of the engine where it is highest."""
+    """Return a value for each connector: the value on the engine where it is highest."""
     return f"max by (connector) ({expr})"
 
 
@@ -165,12 +165,12 @@ def net_gain_share(*by: str) -> str:
 
 
 def slower_share(*by: str) -> str:
-    """Return the loads that took longer than computing, among those that ended well or failed."""
+    """Return the loads that took longer than computing, among the loads that succeeded or failed."""
     return share(SELECTION.rate(signals.LOADS_SLOWER, *by), SELECTION.rate(signals.LOADS, *by, outcome="ok|failed"))
 
 
 def estimated_share(*by: str) -> str:
-    """Return the loads with an estimate of what they saved, among those that ended well or failed."""
+    """Return the loads with an estimate of what they saved, among the loads that succeeded or failed."""
     return share(SELECTION.rate(signals.ESTIMATED_LOADS, *by), SELECTION.rate(signals.LOADS, *by, outcome="ok|failed"))
 
 
@@ -184,7 +184,7 @@ def loaded_share() -> str:
 
 
 def oldest(*by: str, of: Selection = SELECTION, **labels: str) -> str:
-    """Return the age of the oldest lookup, load, resume or promised save in progress; 0 while none is."""
+    """Return the age of the oldest lookup, load, resume or promised save in progress; 0 if there is none."""
     return of.gauge(signals.OLDEST_IN_FLIGHT, *by, how="max", **labels)
 
 
@@ -257,7 +257,7 @@ def with_role(expr: str) -> str:
 
 
 def none_if_empty(expr: str) -> str:
-    """Return 0 of a connector called "none" where there is no such connector, nothing where there is no kvobs."""
+    """Return 0 for a connector called "none" if there is no such connector, nothing without kvobs."""
     nobody = f'label_replace(0 * max({EVERY_CONNECTOR}), "connector", "none", "", "")'
     return f"{expr} or on () {nobody}"
 

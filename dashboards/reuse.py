@@ -39,7 +39,7 @@ def hits_of_vllm() -> str:
 def hits_of_connectors() -> str:
     """Return the share of prompts that vLLM's cache and each connector of a stated size served, at that size.
 
-    What vLLM serves itself is asked of no connector, which has it, too.
+    No connector is asked for what vLLM serves itself, even if it also has it.
     """
     local = VLLM.vllm_rate(_BY_SOURCE, matching='source="local_cache_hit"')
     loads = SELECTION.rate(signals.LOAD_TOKENS, "connector")
@@ -73,13 +73,15 @@ def _curve() -> Panel:
         f"max by (le, cache) ({of_connectors})",
     ]
     about = About(
-        "Share of the prompts' tokens that an LRU cache of each size would serve; beside it what vLLM's own cache "
-        "served, at its size, and what it served together with each connector whose options state a size, at that.",
-        "All bars near 0: nothing repeats, and no cache helps. Flat to the right of vLLM's: more memory brings "
-        "nothing. A step to the right of it: that much is to be had with that size.",
+        "Share of the prompts' tokens that an LRU cache of each size would serve; next to it, the share that vLLM's "
+        "own cache served, at its size, and the share that it served together with each connector whose options "
+        "state a size, at that size.",
+        "All bars near 0: prompts do not repeat, and no cache helps. Flat to the right of vLLM's bar: more memory "
+        "does not help. A step to the right of it: a cache of that size would serve that much more.",
         "Size a connector's memory by the step. A measured bar far below its neighbours: blocks are held by requests "
-        "or transfers, were not stored or not waited for, or the cache was reset.",
-        "Sizes are of one engine, in tokens: a cache that several engines share sees the prompts of all. An estimate.",
+        "or transfers, were not stored, were not waited for, or the cache was reset.",
+        "Sizes are for one engine, in tokens: a cache that several engines share sees the prompts of all of them. An "
+        "estimate.",
     )
     panel = (
         board.Panel()
@@ -114,12 +116,13 @@ def _parts() -> Panel:
     return lines(
         "Where prompts' tokens came from (tokens/s)",
         About(
-            "Prompt tokens per second: in vLLM's own cache, loaded by each connector, computed because they were used "
-            "for the first time, computed although they were used before, and those that no cache serves.",
+            "Prompt tokens per second: in vLLM's own cache, loaded by each connector, computed because they were "
+            "used for the first time, computed although they were used before, and tokens that no cache can serve.",
             "The parts add up to the prompts. 'used before': evicted, not stored, not waited for, declined or failed.",
-            "Many used before: compare the curve with the sizes of your caches, then see the row Gain for tokens that "
-            "were offered and not loaded.",
-            "Without vLLM's own metrics its hits count as computed at first use. Loads count again after a preemption.",
+            "Many 'used before': compare the curve with the sizes of your caches, then see the row Gain for tokens "
+            "that were offered but not loaded.",
+            "Without vLLM's own metrics, its hits count as computed at first use. Loads count again after a "
+            "preemption.",
         ),
         Query(VLLM.vllm_rate(_BY_SOURCE, matching='source="local_cache_hit"'), "vLLM's own cache", looks.VLLM),
         of_connector(SELECTION.rate(signals.LOAD_TOKENS, "connector")),

@@ -19,7 +19,7 @@ from kvobs.schema.percentiles import middle_promql
 from kvobs.schema.verdicts import POLL_S
 
 SOON, INTERVAL = "15s", "30s"
-"""How often rules are evaluated: those about an engine that stands still, and all others."""
+"""How often rules are evaluated: the ones about an engine that makes no progress, and all others."""
 
 JOB = ("job",)
 TARGET = (*JOB, "instance")
@@ -181,7 +181,7 @@ RECORDINGS = {
         )
         or max without (connector) (connector:kvobs_scheduler_seconds:rate2m) > __blocked_share__
     """,
-    # What is slow is slow for the tokens of an average load, too: long contexts take long.
+    # A slow load is also slow for the tokens of an average load: long contexts take long.
     "connector_mode:kvobs_slow_loads:p99_rate5m": """
         connector_mode:kvobs_load_duration_seconds:p99_rate5m > __slow_load_s__
         and connector_mode:kvobs_load_duration_seconds:p99_rate5m

@@ -24,9 +24,9 @@ def scheduler_time() -> Panel:
         "Scheduler time by connector (share of the loop)",
         About(
             "Share of time that the scheduler spends in calls into the connector, of the engine with the highest.",
-            "No step runs meanwhile: every request of that engine waits. A few percent are normal.",
+            "No step runs during such a call, so every request of that engine waits. A few percent are normal.",
             "See 'Call duration by hook' for the hook, then the connector's server and its timeouts.",
-            "A call is counted when it ends: one that still blocks shows under 'Call in progress'.",
+            "A call is counted when it ends; a call that still blocks shows under 'Call in progress'.",
         ),
         of_connector(worst_engine(questions.scheduler_share(*by_engine))),
         unit="percentunit",
@@ -37,9 +37,9 @@ def _lookups() -> Panel:
     return lines(
         "Lookups that requests wait for, and the oldest (dashed, s)",
         About(
-            "Requests that wait because the connector answered 'not yet', and the age of the oldest in seconds.",
+            "Requests that wait because the connector answered 'not yet', and the age of the oldest one in seconds.",
             "An age that only rises: the connector never answers, and its request never starts.",
-            "Check the connector's server. Set lookup_timeout_ms, so that requests go on without it.",
+            "Check the connector's server. Set lookup_timeout_ms, so that requests continue without it.",
             "The value is updated in engine steps: an idle engine keeps its last value.",
         ),
         of_connector(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="lookup"), "lookups"),
@@ -53,7 +53,7 @@ def _call() -> Panel:
         "Call in progress: age",
         About(
             "Age of a call into a connector that an engine's process has been in for more than a second.",
-            "No data is normal. A line that rises: nothing else runs in that engine until the call ends.",
+            "No data is normal. A line that rises: the engine runs no step until the call ends.",
             "Check the connector's server: the engine waits for it. See KvobsCallHangs in the runbook.",
             "Each host shows the calls of its own processes.",
         ),
@@ -68,9 +68,9 @@ def _resume() -> Panel:
         About(
             "Time from an async load's end on all ranks to the step that schedules its request, and the age of the "
             "oldest load whose request is not scheduled yet (dashed).",
-            "It is part of the request's time to first token, and no connector's fault.",
+            "It is part of the request's time to first token, and is not caused by a connector.",
             "High with many waiting requests: the engine is full. High without: a connector blocks the scheduler.",
-            "Synchronous loads have none.",
+            "Synchronous loads have no such delay.",
         ),
         of_connector(SELECTION.quantile(0.99, signals.LOAD_RESUME_DELAY, "connector"), "delay"),
         of_connector(questions.oldest("connector", kind="resume"), "oldest", dashed=True),

@@ -33,19 +33,20 @@ class Site:
     few_failing_engines: int = threshold(3, "engines whose loads fail; fewer raise only the alerts of each engine")
     load_age_s: int = threshold(60, "age of the oldest unfinished load, or loaded request that waits, in seconds")
     slow_load_s: float = threshold(
-        float(verdicts.SLOW.limits["load_p99"]), "p99 of load durations, in seconds; a bound of the histogram's buckets"
+        float(verdicts.SLOW.limits["load_p99"]),
+        "p99 of load durations, in seconds; must be a bucket bound of the histogram",
     )
     slow_load_s_per_1k_tokens: float = threshold(
         0.1, "p99 of load durations, in seconds per 1000 tokens of an average load"
     )
-    few_loads: int = threshold(20, "loads in 5 minutes; fewer have no p99 worth the name")
-    slowed_times: float = threshold(4, "how many times as long a token's load takes as a day ago")
+    few_loads: int = threshold(20, "loads in 5 minutes; fewer give no meaningful p99")
+    slowed_times: float = threshold(4, "how many times as long loading a token takes compared with a day ago")
     link_share: float = threshold(0.1, "share of a connector's links (`link_gbps`) that its loads use")
     call_age_s: int = threshold(60, "age of a call into a connector that an engine waits for, in seconds")
     lookup_age_s: int = threshold(60, "age of the oldest unanswered lookup, in seconds")
     scheduler_share: float = threshold(0.1, "share of the scheduler's time in one connector")
     blocked_share: float = threshold(
-        0.5, "share of the scheduler's time in one connector with which hardly a step runs"
+        0.5, "share of the scheduler's time in one connector at which hardly any step runs"
     )
     save_age_s: int = threshold(60, "age of the oldest unfinished promised save, in seconds")
     slower_share: float = threshold(0.5, "share of loads that take longer than computing")
@@ -53,11 +54,11 @@ class Site:
     few_tokens: int = threshold(100, "offered tokens per second; fewer are not worth a change")
     loadable_share: float = threshold(
         verdicts.LOADABLE_SHARE,
-        "share of the prompts' tokens that were used before and that vLLM's own cache no longer has",
+        "share of the prompts' tokens that were seen before and since evicted from vLLM's own cache",
     )
     rank_lead: float = threshold(0.3, "share of transfers in which one rank is the slowest, above its fair share")
-    rank_skew_s: float = threshold(0.05, "mean time that the slowest rank took longer than the quickest, in seconds")
-    few_transfers: int = threshold(20, "transfers in 15 minutes; fewer say nothing about ranks")
+    rank_skew_s: float = threshold(0.05, "mean time that the slowest rank took longer than the fastest, in seconds")
+    few_transfers: int = threshold(20, "transfers in 15 minutes; fewer do not allow a comparison of ranks")
     spans_dropped: float = threshold(0.1, "lost spans per second")
     self_share: float = threshold(0.2, "CPU time of kvobs's telemetry in one process, as a share of a core")
 

@@ -82,9 +82,10 @@ def _of_request() -> Panel:
         "Spans of a request",
         About(
             "Spans of the requests whose id contains the text in the box 'Request id' above, the longest first.",
-            "kv.lookup has the offers, kv.load the loaded tokens and the duration.",
+            "kv.lookup shows the offers, kv.load the loaded tokens and the duration.",
             "Click a name for the whole trace of the request, on this board or in Explore.",
-            "Without a text these are spans of any request. Only a request that was sampled, slow or failed has some.",
+            "If the box is empty, these are spans of any request. Only requests that were sampled, slow or failed "
+            "have spans.",
         ),
         f'{{ {attribute(names.GEN_AI_REQUEST)} =~ ".*${{{REQUEST}}}.*" }}',
         {
@@ -109,7 +110,7 @@ def _slow_loads() -> Panel:
             "Loads that took longer than slow_load_ms, as spans.",
             "Rank skew close to the duration: one rank was slow, shown in the column Slowest rank.",
             "Click a name for its trace, on this board or in Explore: kv.load.rank shows each rank.",
-            "Slow loads are always exported, others as sampled: use metrics for counts.",
+            "Slow loads are always exported, other loads only if sampled: use metrics for counts.",
         ),
         f'{{ {select_span(names.LOAD)} && {attribute(names.REASON)} = "{Reason.SLOW}" }}',
         {
@@ -132,9 +133,9 @@ def _trace() -> Panel:
         "Trace of the chosen span",
         About(
             "The trace whose id is in the box 'Trace id' above. It shows the spans of one request: vLLM's and kvobs's.",
-            "kv.lookup shows the offers, kv.load how long the load took, kv.load.rank which rank ended last.",
+            "kv.lookup shows the offers, kv.load how long the load took, kv.load.rank which rank finished last.",
             "Click a span's name in a table above and choose 'Show the trace on this board', or paste an id above.",
-            "Until a trace is chosen Grafana may show this panel as loading, or an error about the missing id.",
+            "Until a trace is chosen, Grafana may show this panel as loading, or an error about the missing id.",
         ),
         TRACE,
     )
@@ -165,7 +166,7 @@ def _slow_calls() -> Panel:
         "Slow and failed calls",
         About(
             "Calls into connectors that took longer than slow_call_ms, or raised.",
-            "Rank is the worker's; calls of the scheduler have none.",
+            "Rank is the worker's rank; calls in the scheduler have none.",
             "Click a name for its trace, or check the log at the same time.",
             "Calls that belong to no request have their own traces.",
         ),

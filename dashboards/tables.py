@@ -83,7 +83,7 @@ def rows(
         panel.override_by_name(next(iter(labels.values())), [model.DynamicConfigValue(id_val="links", value=links)])
     for name in labels.values():
         own: dict[str, object] = {"custom.width": WIDTHS[name]} if name in WIDTHS else {}
-        # The panel's words are about a table without rows: Grafana shows them in empty cells, too.
+        # The panel's words are about a table without rows: Grafana also shows them in empty cells.
         own |= {"noValue": NOTHING} if empty != NOTHING else {}
         if own:
             panel.override_by_name(name, [model.DynamicConfigValue(id_val=key, value=v) for key, v in own.items()])

@@ -19,24 +19,24 @@ TELEMETRY = (
             or (absent_over_time(up{job="__job__"}[1d]) unless on () kvobs_build_info)
         """,
         hold="15m",
-        summary="Nothing is scraped for kvobs.",
-        description="The job {{ $labels.job }}{{ with $labels.__cluster__ }} of {{ . }}{{ end }} has no target. No "
+        summary="The kvobs scrape job has no targets.",
+        description="The job {{ $labels.job }}{{ with $labels.__cluster__ }} in {{ . }}{{ end }} has no targets. No "
         "other kvobs alert can fire there.",
     ),
     Alert(
         name="KvobsTelemetryMissing",
         severity=Severity.WARNING,
         about=TARGET,
-        # Both parts have the labels of the target, so that an alert goes on when an exporter ends after its engine.
+        # Both parts have the labels of the target, so that an alert continues when an exporter ends after its engine.
         expr="""
             (up{job="__job__"} unless ignoring (model_name, engine, version, vllm_version, native) kvobs_build_info)
             or (max without (model_name, engine) (kvobs_engine_up) == 0) - 1
         """,
         hold="20m",  # large models take that long to start
         summary="kvobs metrics are missing.",
-        description="{{ $labels.instance }} of job {{ $labels.job }} {{ if eq $value 0.0 }}can't be scraped"
-        "{{ else if lt $value 0.0 }}is an exporter whose engines are gone{{ else }}is scraped but has no kvobs metrics"
-        "{{ end }}. No other kvobs alert can fire for this server.",
+        description="{{ $labels.instance }} of job {{ $labels.job }} {{ if eq $value 0.0 }}cannot be "
+        "scraped{{ else if lt $value 0.0 }}is an exporter whose engines have ended{{ else }}is scraped but "
+        "exposes no kvobs metrics{{ end }}. No other kvobs alert can fire for this server.",
     ),
     Alert(
         name="KvobsScrapedTwice",
@@ -48,9 +48,9 @@ TELEMETRY = (
             ) > 1
         """,
         hold="10m",
-        summary="kvobs metrics are scraped by more than one job: boards count twice.",
-        description="{{ $value }} jobs scrape kvobs metrics of {engine}. Boards show multiples of the real rates, and "
-        "alerts fire once per job.",
+        summary="More than one job scrapes the same kvobs metrics: dashboards count them twice.",
+        description="{{ $value }} jobs scrape the kvobs metrics of {engine}. Dashboards show multiples of the real "
+        "rates, and alerts fire once per job.",
     ),
     Alert(
         name="KvobsInternalErrors",
@@ -80,9 +80,9 @@ TELEMETRY = (
             )[90s:30s])
         """,
         hold="1m",
-        summary="Internal errors in kvobs's telemetry.",
-        description="{{ $value | humanize }} contained errors in {{ $labels.where }} in the last fifteen minutes on "
-        "{engine}. Numbers or spans are lost; serving is not affected.",
+        summary="kvobs's telemetry has internal errors.",
+        description="kvobs contained {{ $value | humanize }} internal errors ({{ $labels.where }}) on {engine} in "
+        "the last fifteen minutes. Metrics or spans are lost; serving is not affected.",
     ),
     Alert(
         name="KvobsTelemetryDropping",
@@ -93,8 +93,8 @@ TELEMETRY = (
             and engine:kvobs_start_time_seconds:same5m
         """,
         hold="10m",
-        summary="Spans of KV transfers are lost.",
-        description="{{ $value | humanize }} spans a second are lost on {engine}. Traces have gaps; metrics are "
+        summary="kvobs drops spans of KV transfers.",
+        description="kvobs drops {{ $value | humanize }} spans per second on {engine}. Traces have gaps; metrics are "
         "complete.",
     ),
     Alert(
@@ -120,7 +120,7 @@ TELEMETRY = (
             and engine:kvobs_start_time_seconds:same5m
         """,
         hold="15m",
-        summary="kvobs's telemetry uses much CPU time.",
+        summary="kvobs's telemetry uses a lot of CPU time.",
         description="Telemetry uses {{ $value | humanizePercentage }} of one core in one process of {engine}.",
     ),
 )

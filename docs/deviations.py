@@ -67,9 +67,9 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         name="handshakes-go-home",
         hooks=("get_handshake_metadata", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware"),
-        differs="Every connector is asked for its handshake, and gets only those of its ranks.",
+        differs="Every connector is asked for its handshake, and gets only its ranks' handshakes.",
         why="vLLM's own class keeps the first connector's handshake only and hands it to all connectors.",
-        unasked="A connector without handshakes of its ranks is not called with those of another connector.",
+        unasked="A connector without handshakes of its ranks is not called with another connector's handshakes.",
         test="tests/unit/routing/test_stock_faults.py::test_w10_each_child_gets_its_own_handshake_back",
     ),
     Deviation(
@@ -83,8 +83,8 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         name="own-stats-shown",
         hooks=("update_connector_output",),
-        differs="A connector finds its own stats in the output's kv_connector_stats or None, not those of all.",
-        why="A connector that runs alone finds its own, too; some raise on stats of another class, or miss theirs.",
+        differs="A connector finds its own stats in the output's kv_connector_stats or None, not all connectors' stats.",
+        why="A connector that runs alone also finds its own; some raise on stats of another class, or miss theirs.",
         unasked="A connector that looks for another one's stats does not find them, as when it runs alone.",
         test="tests/unit/routing/test_stock_faults.py::test_w22_each_child_is_shown_its_own_stats",
     ),
@@ -142,7 +142,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         name="bad-blocks-fail-the-load",
         hooks=("update_connector_output",),
         differs="With several KV cache groups, bad blocks of an asynchronous load are reported as a failed load.",
-        why="A block id does not identify its request there, and vLLM ends the engine.",
+        why="A block id does not identify its request there, and vLLM's error crashes the engine.",
         unasked="Bad blocks in another connector's load fail that load; blocks of no load reach vLLM, which raises.",
         test="tests/unit/routing/test_stock_faults.py::test_w16_with_several_groups_the_load_fails_and_is_recomputed",
     ),

@@ -82,17 +82,17 @@ KINDS: dict[str, Kind] = {
     "option twice": Kind("options of a line", WARNING, r"only the last has an effect", line(NIXL, after=f"{K} '{CPU}'")),
     "number": Kind("vLLM's numbers", MISTAKE, r"is not a whole number", line(NIXL, after="--port x"), line(NIXL)),
     "colon": Kind("arguments in YAML", MISTAKE, r"has a colon behind it", f"args: [m, {{'{K}': '{NIXL}'}}]"),
-    "unknown key": Kind("keys of vLLM", MISTAKE, r"unknown key|at the wrong place", '{"kv_rol": 1, ' + NIXL[1:]),
+    "unknown key": Kind("keys of vLLM", MISTAKE, r"unknown key|in the wrong place", '{"kv_rol": 1, ' + NIXL[1:]),
     "key of old": Kind("keys of older vLLMs", MISTAKE, r"this vLLM no longer has$", '{"kv_rank": 1, ' + NIXL[1:]),
-    "misplaced": Kind("where a key is", WARNING, r"has no effect here: (?!vLLM reads the top)|nothing reads this key|in a connector: kvobs", one("NixlConnector", kv_role="kv_both")),
+    "misplaced": Kind("where a key is", WARNING, r"has no effect here: (?!vLLM only reads the top)|nothing reads this key|in a connector: kvobs", one("NixlConnector", kv_role="kv_both")),
     # the router
     "kvobs is off": Kind("whether kvobs takes part", WARNING, r"kvobs is not enabled|KVOBS_ENABLE has no effect", NIXL, router(NIXL)),
     "lmcacheConfig": Kind("the production stack", MISTAKE, r"vLLM reads the last one", f"lmcacheConfig: {{enabled: true}}\nvllmConfig: {{extraArgs: {json.dumps([K, CPU])}}}\n"),
     "name of the router": Kind("kvobs's name", MISTAKE, r"vLLM would run without a connector|which needs a MultiConnector|found 'kv_obs'", router(NIXL).replace('"kvobs",', '"kv_obs",')),
-    "router in a router": Kind("routers within routers", WARNING, r"MultiConnector within|kvobs within kvobs", router(one("MultiConnector", connectors=[json.loads(NIXL)]))),
+    "router in a router": Kind("routers within routers", WARNING, r"MultiConnector within|kvobs nested in kvobs", router(one("MultiConnector", connectors=[json.loads(NIXL)]))),
     "roles": Kind("roles in one engine", WARNING, r"found 'kv_\w+', while", router(PRODUCER, CONSUMER), router(PRODUCER, PRODUCER)),
     "same class": Kind("classes under vLLM's router", WARNING, r"found a second", router(CPU, CPU).replace('"kv_connector_module_path": "kvobs", ', ""), router(CPU, CPU)),
-    "policy of a connector": Kind("policies", WARNING, r"which has no effect here: vLLM reads the top level", router(RECOMPUTE + NIXL[1:])),
+    "policy of a connector": Kind("policies", WARNING, r"which has no effect here: vLLM only reads the top level", router(RECOMPUTE + NIXL[1:])),
     # connectors
     "library": Kind("the connector's library", MISTAKE, r"which needs '.*', which is not installed here", one("FlexKVConnectorV1")),
     "class": Kind("the class", MISTAKE, r"this vLLM does not have|not installed here$|is not a KVConnectorBase_V1|kvobs does not have|can't be imported", one("NixlConector")),
@@ -113,7 +113,7 @@ KINDS: dict[str, Kind] = {
     # the host
     "memory": Kind("the container's memory", MISTAKE, r"the kernel would end the engine", pod(CPU, ", resources: {limits: {memory: 1Mi}}"), pod(CPU, ", resources: {limits: {memory: 2Gi}}")),
     "shared memory": Kind("/dev/shm", WARNING, r"/dev/shm: found", f"docker run --shm-size 1m v m {K} '{CPU}'", f"docker run --shm-size 2g v m {K} '{CPU}'"),
-    "one prompt": Kind("memory for one prompt", WARNING, r"such a prompt's own end replaces its begin", ""),  # it needs a model
+    "one prompt": Kind("memory for one prompt", WARNING, r"the end of such a prompt evicts its start", ""),  # it needs a model
     "prefix caching": Kind("SimpleCPUOffloadConnector", WARNING, r"does nothing with --no-enable-prefix-caching", line(SIMPLE, after="--no-enable-prefix-caching"), line(SIMPLE)),
     "image": Kind("the image", WARNING, r"which has no kvobs", pod(router(CPU), image="vllm/vllm-openai"), pod(router(CPU))),
     # other engines
@@ -123,7 +123,7 @@ KINDS: dict[str, Kind] = {
     "NIXL's port": Kind("NIXL's ports", WARNING, r"VLLM_NIXL_SIDE_CHANNEL_PORT: found port", f"{line(PRODUCER)} &\n{line(CONSUMER)} &\n", f"{line(PRODUCER)} &\n{line(CONSUMER, OTHER_PORT)} &\n"),
     # where numbers go
     "exporter": Kind("the exporter", WARNING, r"exporter\b.*(?:found (?:port|host|'|\S+ and port)|listens on)|web_config|EXPORTER: (?:found|listens)", line(router(CPU, exporter={"port": 8000})), line(router(CPU, exporter={"port": 9999}))),
-    "lost metrics": Kind("metrics", WARNING, r"stat logging is off|several API servers|PROMETHEUS_MULTIPROC_DIR|an actor of Ray|RUST_FRONTEND", line(router(CPU, exporter=None), after="--disable-log-stats"), line(router(CPU), after="--disable-log-stats")),
+    "lost metrics": Kind("metrics", WARNING, r"stat logging is off|several API servers|PROMETHEUS_MULTIPROC_DIR|a Ray actor|RUST_FRONTEND", line(router(CPU, exporter=None), after="--disable-log-stats"), line(router(CPU), after="--disable-log-stats")),
     "traces": Kind("--otlp-traces-endpoint", MISTAKE, r"otlp-traces-endpoint: |tracing\.level|stats, --otlp", line(router(CPU), after="--disable-log-stats --otlp-traces-endpoint http://c"), line(router(CPU), after="--otlp-traces-endpoint http://c")),
     "useless option of kvobs": Kind("options of kvobs", WARNING, r"kvobs\.[\w.]+: (?:has no effect|found .*(?:unusual|refuse here))", router(CPU, load_policy="longest"), router(CPU)),
     "Dynamo": Kind("NVIDIA Dynamo", WARNING, r"dynamo\.vllm: NVIDIA Dynamo", f"python3 -m dynamo.vllm --model m {K} '{router(CPU)}'", line(router(CPU))),
@@ -180,7 +180,7 @@ def kinds_table() -> str:
 
 
 _PROMPT = (
-    "its 2,400,000,000 bytes of memory have room for 12,207 tokens, and a prompt may have 262,144",
+    "its 2,400,000,000 bytes of memory have room for 12,207 tokens, but a prompt may have 262,144",
     "give it more",
 )
 

@@ -105,7 +105,7 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     ),
     "SaveBacklog": lambda site: f"a promised save has held blocks for more than {site.save_age_s} s",
     "KvEventsStopped": lambda site: (
-        f"a connector that had events for routers has none of stored blocks in 15 minutes, with {site.few_transfers} "
+        f"a connector that had events for routers has no event of a stored block in 15 minutes, with {site.few_transfers} "
         "saves"
     ),
     "SlowestRank": lambda site: (
@@ -216,7 +216,7 @@ def alert_rules() -> str:
         link = f"[`{alert.name}`](../dashboards/runbook.md#{alert.name.lower()})"
         lasting, kept = (time.replace("m", " min") for time in (alert.hold, alert.keep))
         rows.append([link, str(alert.severity), condition, lasting, kept])
-    return table(["alert", "severity", "condition", "lasting", "goes on for"], rows)
+    return table(["alert", "severity", "condition", "lasting", "still fires for"], rows)
 
 
 def site_thresholds() -> str:

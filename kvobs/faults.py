@@ -25,7 +25,7 @@ def contain(where: Where) -> None:
     _counts[where] += 1
     with suppress(Exception):  # a filter of the deployment's own logging may raise
         text = (
-            "internal error in kvobs's telemetry (%s). Serving is not affected; what was being measured is lost. "
+            "internal error in kvobs's telemetry (%s). Serving is not affected, but this measurement is lost. "
             "Further errors are only counted (kvobs_internal_errors_total)"
         )
         once(f"fault:{where}", logging.ERROR, text, where, exc_info=True)

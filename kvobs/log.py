@@ -51,7 +51,7 @@ def line(text: object, at_most: int = _LINE_AT_MOST) -> str:
     try:
         begin = str(text)[: at_most + 1]
     except Exception:  # of a connector's own class
-        begin = f"a value of {type(text).__name__}, whose text can't be had"
+        begin = f"a value of type {type(text).__name__} whose str() failed"
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in begin)
     return shown if len(shown) <= at_most else shown[:at_most] + "..."
 

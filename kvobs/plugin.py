@@ -1,8 +1,8 @@
 """Enable kvobs with ``KVOBS_ENABLE=1``, without a configuration key, and refuse wrong options before engines start.
 
-With the variable its class is registered as ``MultiConnector``, and is the router of a single connector, too. If
-another plugin registers a class under that name (vllm-ascend does), that class is kept, in whichever order they run,
-and a warning is logged.
+With the variable its class is registered as ``MultiConnector``, and also routes a single connector. If another plugin
+registers a class under that name (vllm-ascend does), that class is kept, in whichever order they run, and a warning is
+logged.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from kvobs.schema.findings import Finding, show
 
 _STOCK = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector.MultiConnector"
 _CHECKS = "_kvobs_checks"  # marks vLLM's patched function
-_INSTEAD = 'To enable kvobs, set "kv_connector_module_path": "kvobs" beside "kv_connector"'
+_INSTEAD = 'To enable kvobs, set "kv_connector_module_path": "kvobs" next to "kv_connector"'
 
 
 class Loader:
@@ -89,7 +89,7 @@ def _check_configurations() -> None:
             try:
                 self.kv_transfer_config = _wrapped(self.kv_transfer_config)
             except Exception as error:
-                text = "kvobs is not enabled: the connector can't be routed by it: %r. %s"
+                text = "kvobs is not enabled, because it can't route the connector: %r. %s"
                 once("wrap", WARNING, text, error, _INSTEAD)
         try:
             _refuse_mistakes(self.kv_transfer_config, is_enabled=is_enabled_here)
@@ -103,7 +103,7 @@ def _check_configurations() -> None:
 
 
 def _refuse_mistakes(config: Any, *, is_enabled: bool) -> None:
-    """Raise ``ConfigError`` if a configuration of kvobs has mistakes that its text shows."""
+    """Raise ``ConfigError`` if a configuration of kvobs has errors that its text shows."""
     name, module = (getattr(config, key, None) for key in ("kv_connector", "kv_connector_module_path"))
     if module not in OURS and not (name == ROUTER and module is None and is_enabled):
         return
@@ -124,7 +124,13 @@ def _wrapped(config: Any) -> Any:
     if name in (None, ROUTER, PD_ROUTER):
         return config
     if "dynamo" in sys.modules:  # it compares the connector's name
-        once("wrap", WARNING, "kvobs is not enabled: NVIDIA Dynamo has to know %s. %s", name, _INSTEAD)
+        once(
+            "wrap",
+            WARNING,
+            "kvobs is not enabled, because NVIDIA Dynamo must find %s as the connector. %s",
+            name,
+            _INSTEAD,
+        )
         return config
     usual = asdict(type(config)())
     given = {key: value for key, value in asdict(config).items() if key == "engine_id" or value != usual[key]}

@@ -20,7 +20,7 @@ _K_AND_V = 2
 class TpKVTopology:
     """Compute what one rank of the local engine reads from other engines.
 
-    Fields and methods are those of the last vLLM class of that name, which its ``TransferTopology`` replaced (pull
+    Fields and methods match the last vLLM class of that name, which its ``TransferTopology`` replaced (pull
     request 39529); older versions had a single backend, which is accepted too. Sizes that do not fit raise a
     ``ValueError``.
 
@@ -53,7 +53,7 @@ class TpKVTopology:
 
     @property
     def _heads(self) -> int:
-        """Return how many heads can be split: MLA has one latent for all, of which each rank has a copy."""
+        """Return how many heads can be split: MLA has one latent for all, and each rank has a copy."""
         return 1 if self.is_mla else self.total_num_kv_heads
 
     @property
@@ -154,7 +154,7 @@ class TpKVTopology:
         if any(kind.__name__ == "MambaSpec" for kind in type(layer_spec).__mro__):
             conv, _ = cache  # both are views of one tensor, which begins with the convolution's
             return [conv]
-        if self.is_mamba and cache.shape[0] == _K_AND_V:  # beside state, attention has its blocks first all the same
+        if self.is_mamba and cache.shape[0] == _K_AND_V:  # next to state, attention still has its blocks first
             cache = cache.transpose(0, 1)
         return cache if self.split_k_and_v else [cache]
 

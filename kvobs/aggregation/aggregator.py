@@ -69,7 +69,7 @@ class KVOutputAggregator(StockAggregator):
         return cls(connector.get_finished_count() or world_size, **aggregation._asdict())
 
     def aggregate(self, outputs: Sequence[ModelRunnerOutput | None], output_rank: int = 0) -> ModelRunnerOutput | None:
-        """Combine the ranks' outputs into that of ``output_rank``; where that is None, all of it waits for the next."""
+        """Combine the ranks' outputs into that of ``output_rank``; if that is None, all of it waits for the next."""
         if not any(outputs):
             return None
         now = self._clock()
@@ -254,8 +254,10 @@ def install() -> None:
     elif present is None:
         reason = "vllm.v1.executor.abstract has no KVOutputAggregator"
     else:
-        reason = f"vllm.v1.executor.abstract has another one, {present.__module__}.{present.__qualname__}"
+        reason = f"vllm.v1.executor.abstract has a different one, {present.__module__}.{present.__qualname__}"
     if reason is None:
         executors.KVOutputAggregator = KVOutputAggregator
         return
-    once("aggregation", logging.WARNING, "kvobs's aggregator is not used, vLLM's KVOutputAggregator is: %s", reason)
+    once(
+        "aggregation", logging.WARNING, "vLLM's KVOutputAggregator stays in use instead of kvobs's, because %s", reason
+    )

@@ -77,7 +77,7 @@ class Rounds(dict[str, Round]):
             return
         for request in list(islice((request for request in self if request not in but), excess)):
             del self[request]
-        message = "more than %d transfers are reported by some ranks only: the oldest are dropped"
+        message = "more than %d transfers have been reported by only some of the ranks; the oldest are dropped"
         once("tallies", logging.WARNING, message, MOST)
 
 

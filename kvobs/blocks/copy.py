@@ -30,7 +30,7 @@ def copy_kv_blocks(
 ) -> None:
     """Copy block ``src_block_ids[i]`` to block ``dst_block_ids[i]`` in every layer; complete at return.
 
-    The signature is that of vLLM's function of this name. If a destination occurs twice, the last one counts. On an
+    The signature is the same as vLLM's function of this name. If a destination occurs twice, the last one counts. On an
     error nothing is copied.
 
     Both sides may be in host memory, and share it; no device is touched then. With one side on a CUDA device the copies
@@ -52,7 +52,9 @@ def copy_kv_blocks(
     if direction not in _ROUTES:
         raise ValueError(f"direction is {direction!r}, allowed: {', '.join(map(repr, _ROUTES))}")
     if len(src_block_ids) != len(dst_block_ids):
-        raise ValueError(f"{len(src_block_ids)} source blocks can't go to {len(dst_block_ids)} destination blocks")
+        raise ValueError(
+            f"{len(src_block_ids)} source blocks can't be copied to {len(dst_block_ids)} destination blocks"
+        )
     if not len(src_block_ids):
         return
     src_ids, dst_ids = _ids("source", src_block_ids), _ids("destination", dst_block_ids)

@@ -1,4 +1,4 @@
-"""The command `kvobs`, and the table of its commands, of which each is imported when it is used."""
+"""The command `kvobs`, and the table of its commands; each is imported when it is used."""
 
 import io
 import sys
@@ -14,9 +14,9 @@ from kvobs.schema import __version__
 COMMANDS = {
     "demo": ("kvobs.demo.run:demo", "Run a demonstration on this CPU."),
     "top": ("kvobs.cli.top.live:top", "Show the connectors of running servers, live."),
-    "check": ("kvobs.cli.check.command:check", "Check a --kv-transfer-config before it starts."),
+    "check": ("kvobs.cli.check.command:check", "Check a --kv-transfer-config before vLLM starts."),
     "exporter": ("kvobs.cli.exporter:exporter", "Serve the metrics of the engines on this host."),
-    "timeline": ("kvobs.cli.timeline:timeline", "Show what an engine's processes are in, or died in."),
+    "timeline": ("kvobs.cli.timeline:timeline", "Show which call an engine's processes are in, or ended in."),
     "dashboards": ("kvobs.cli.dashboards:app", "Export dashboards, alerts and runbook."),
 }
 """Name -> module and function, or group of commands, and the line in the list of commands.
@@ -38,7 +38,7 @@ def load(name: str) -> Any:
 
 
 class Commands(TyperGroup):
-    """Commands by name and line of help, of which the one that is used is imported."""
+    """Commands by name and line of help; only the one that is used is imported."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)

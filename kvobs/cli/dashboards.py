@@ -45,7 +45,7 @@ def export_dashboards(
     runbook: Annotated[str, typer.Option(metavar="URL", help="Address of your copy of the runbook.")] = "",
     job: Annotated[str, typer.Option(metavar="JOB", help="Scrape job of kvobs's metrics, instead of kvobs.")] = "",
     cluster: Annotated[
-        str, typer.Option(metavar="LABEL", help="Label that distinguishes clusters, if it is not cluster.")
+        str, typer.Option(metavar="LABEL", help="Label that distinguishes clusters, if it is not `cluster`.")
     ] = "",
     label: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Label of PodMonitor and PrometheusRule; repeatable.")
@@ -96,7 +96,7 @@ def read_sources() -> dict[str, bytes]:
 
 
 def export(folder: Path, files: Mapping[str, bytes], *, force: bool = False) -> list[str]:
-    """Write files that are missing or different; ValueError, and none is written, if one differs without ``force``."""
+    """Write files that are missing or different; ValueError, before it writes, if one differs without ``force``."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; give a folder")
     paths = {place: folder / place for place in files}
@@ -104,7 +104,9 @@ def export(folder: Path, files: Mapping[str, bytes], *, force: bool = False) -> 
     existing = [place for place in differing if paths[place].exists()]
     if existing and not force:
         names = ", ".join(existing)
-        raise ValueError(f"{folder} has different files with these names: {names}; --force overwrites them")
+        raise ValueError(
+            f"{folder} already contains different files with these names: {names}; --force overwrites them"
+        )
     for place in differing:
         paths[place].parent.mkdir(parents=True, exist_ok=True)
         paths[place].write_bytes(files[place])
@@ -112,8 +114,8 @@ def export(folder: Path, files: Mapping[str, bytes], *, force: bool = False) -> 
 
 
 _BOUNDS = signals.LOAD_DURATION.buckets[:-1]
-"""Where a quantile of loads is exact; none is above the last bound."""
-_CHANGED = "\n\nThis site has other thresholds than the sections name:\n\n"
+"""Where a quantile of loads is exact; it never exceeds the last bound."""
+_CHANGED = "\n\nThe thresholds of this site differ from the ones in the sections:\n\n"
 _FIRST_SECTION = "\n\n## "
 _LABEL_NAME = r"[A-Za-z_]\w*"
 _KUBERNETES_LABEL = r"([a-z0-9.-]+/)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?=([A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)?"
@@ -203,7 +205,7 @@ def _fill_template(text: str, settings: SiteSettings, defaults: Mapping[str, Any
 
 
 def _insert_lines(text: str, name: str, lines: Sequence[str]) -> str:
-    """Put lines, indented alike, in the place of one that has a token as its key."""
+    """Replace a line that has a token as its key by lines with the same indentation."""
     pattern = re.compile(rf"^( *)__{name}__: ''\n", re.MULTILINE)
     return pattern.sub(lambda match: "".join(f"{match[1]}{line}\n" for line in lines), text)
 

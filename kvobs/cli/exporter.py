@@ -24,7 +24,7 @@ def exporter(
     host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Serve /metrics and /healthz at this port.")] = 9464,
     web_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TLS settings, as of Prometheus's exporters.")
+        Path | None, typer.Option(metavar="FILE", help="TLS settings, in the format of Prometheus exporters.")
     ] = None,
     otlp_metrics: Annotated[bool, typer.Option("--otlp-metrics", help="Also send the metrics by OTLP.")] = False,
 ) -> None:
@@ -40,7 +40,7 @@ def exporter(
         first = error.errors()[0]
         raise fail(f"--{str(first['loc'][0]).replace('_', '-')}: found {first['input']!r}: {first['msg']}") from None
     log_to_stderr()
-    log.info("kvobs's exporter waits for an engine with pages in %s", folder())
+    log.info("kvobs's exporter is waiting for an engine with pages in %s", folder())
     try:
         goes_on = True
         while goes_on:

@@ -88,5 +88,5 @@ def percent(share: float | None) -> str:
 
 
 def clock(ns: int) -> str:
-    """Write a time since the epoch as that of this machine's clock, to the millisecond."""
+    """Write a time since the epoch in this machine's time zone, to the millisecond."""
     return dt.datetime.fromtimestamp(ns / 1e9).astimezone().strftime("%H:%M:%S.%f")[:-3]

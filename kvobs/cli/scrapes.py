@@ -31,14 +31,14 @@ class EndedError(NoAnswerError):
 
 
 NO_METRICS = (
-    f"no {PREFIX}* metrics here: where the exporter runs they are at its own port "
-    f"({ExporterOptions.model_fields['port'].default} by default); else check that kvobs is enabled"
+    f"no {PREFIX}* metrics at this address: if the exporter runs, it serves them at its own port "
+    f"({ExporterOptions.model_fields['port'].default} by default); otherwise check that kvobs is enabled"
 )
 # Of vLLM's own metrics, which an exporter does not have.
 RUNNING, WAITING, TTFT = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:time_to_first_token_seconds"
 _OF_VLLM = {RUNNING, WAITING, f"{TTFT}_bucket"}
 _CALL_BUCKETS = f"{signals.CALL_DURATION.name}_bucket"
-"""Two thirds of kvobs's lines, of which nothing is shown."""
+"""Two thirds of kvobs's lines, which are not shown."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def change(before: Values | None, after: Values) -> dict[Series, float]:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A selection of series, such as those of one connector on one engine."""
+    """A selection of series, such as the series of one connector on one engine."""
 
     by_name: dict[str, list[tuple[dict[str, str], float]]] = field(default_factory=dict)
 

@@ -42,7 +42,7 @@ class Process:
     def __init__(self, engine: str, page: Page) -> None:
         self.engine, self.page = engine, page
         self.calls, self.raised, self.records = page.calls(), page.raised(), page.records()
-        # When the last call ended; 0 if none has.
+        # When the last call ended; 0 if no call ended.
         self.last_ns = max((record.begin_ns + record.spent_ns for record in self.records), default=0)
         begins = [call.since_ns for call in (*self.calls, self.raised) if call is not None]
         # Until now, or when a dead process was last seen to run.
@@ -123,7 +123,10 @@ EXAMPLES = examples(
 
 def timeline(
     wanted: Annotated[
-        str | None, typer.Argument(metavar="ENGINE|PID", help="Only this engine, as printed, or this process.")
+        str | None,
+        typer.Argument(
+            metavar="ENGINE|PID", help="Show only this engine (its name as printed) or this process (its pid)."
+        ),
     ] = None,
     *,
     chrome: Annotated[
@@ -132,16 +135,16 @@ def timeline(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the call that each process of an engine is in, or died in, its last exception, and its last minute."""
+    """Show the call that each process of an engine is in, or ended in, its last exception, and its last minute."""
     if not (found := _read()):
         raise fail(
             f"found no page of an engine's process in {files.folder()}: run this as the engine's user, on its "
-            "machine, and in its container; the pages of an engine that ended well are gone"
+            "machine, and in its container; an engine that exits cleanly leaves no pages"
         )
     processes = [one for one in found if wanted is None or wanted == str(one.page.pid) or one.engine.startswith(wanted)]
     if not processes:
         names = ", ".join(f"{process.name} of engine {process.engine}" for process in found)
-        raise fail(f"found no engine and no pid {wanted!r}; there are: {names}")
+        raise fail(f"found no engine and no pid {wanted!r}; known: {names}")
     if chrome is not None:
         _write(processes, chrome)
     if as_json:
@@ -166,9 +169,9 @@ def _read() -> list[Process]:
             engine, number = f"{name}-".split("-")[:2]
             found.append(Process(f"{engine[:_DIGITS]}-{number}", Page(path)))
         except FileNotFoundError:
-            continue  # it has just ended well
+            continue  # it has just exited cleanly
         except (OSError, ValueError) as error:
-            warn(f"{path} is left out: {getattr(error, 'strerror', None) or error}")
+            warn(f"{path} is skipped: {getattr(error, 'strerror', None) or error}")
     return sorted(found, key=lambda process: (process.engine, _order(process.page.rank), process.page.pid))
 
 
@@ -180,7 +183,7 @@ def _write(processes: Sequence[Process], trace: Path) -> None:
     try:
         events = _write_trace(processes, trace)
     except FileExistsError:
-        raise fail(f"{trace} exists: name another file") from None
+        raise fail(f"{trace} already exists: name another file") from None
     except OSError as error:
         raise fail(f"{trace} can't be written: {error.strerror}") from None
     typer.echo(f"{trace}: {count(events, 'event')}; open it at https://ui.perfetto.dev", err=True)

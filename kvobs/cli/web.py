@@ -14,8 +14,8 @@ import typer
 
 from kvobs.cli.output import printable
 
-CaCert = Annotated[str | None, typer.Option(metavar="FILE", help="CA to trust, for https.")]
-Cert = Annotated[str | None, typer.Option(metavar="FILE", help="Certificate to show, for https.")]
+CaCert = Annotated[str | None, typer.Option(metavar="FILE", help="CA certificate that verifies the server, for https.")]
+Cert = Annotated[str | None, typer.Option(metavar="FILE", help="Client certificate, for https.")]
 Key = Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")]
 _IS_HERE = re.compile(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?")
 VLLM_PORT = 8000
@@ -41,7 +41,7 @@ def url_of(text: str, default_port: int = VLLM_PORT) -> str:
 
 
 def urls_of(text: str) -> tuple[str, str | None]:
-    """Return the URL of a server's metrics and, of an exporter's address as ``gpu-7:9464+8000``, that of its vLLM."""
+    """Return the URL of a server's metrics and, for an exporter's ``gpu-7:9464+8000``, its vLLM's URL."""
     if (pair := re.fullmatch(r"(.*:\d+)\+(\d+)", text)) is None:
         return url_of(text), None
     url = url_of(pair[1])
@@ -88,7 +88,7 @@ def get(url: str, accept: str = "*/*", timeout: float = TIMEOUT_S) -> Page:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return Page(_read(answer, deadline), answer.headers.get("Content-Type", ""))
     except urllib.error.HTTPError as error:
-        raise NoAnswerError(f"answers {error.code} {printable(error.reason)}") from None
+        raise NoAnswerError(f"answered {error.code} {printable(error.reason)}") from None
     except TimeoutError:
         raise NoAnswerError(f"no answer within {timeout:.0f} s") from None
     except (OSError, HTTPException, ValueError) as error:
@@ -107,7 +107,7 @@ def _says(scheme: str, error: object) -> str:
 
 
 def _proxy_of(url: str) -> str:
-    """Name the proxy of the environment that was asked in the place of the server."""
+    """Name the proxy of the environment that was asked instead of the server."""
     scheme, _, rest = url.partition("://")
     proxy, host = urllib.request.getproxies().get(scheme), rest.partition("/")[0]
     if not proxy or _IS_HERE.fullmatch(host) or urllib.request.proxy_bypass(host):

@@ -51,11 +51,11 @@ _supports_divergent_hits = attrgetter("supports_divergent_local_hybrid_hits")
 class MultiConnector(stock.MultiConnector):
     """Load from one of several KV connectors, save to all of them, and record what each does.
 
-    Enable it with ``"kv_connector_module_path": "kvobs"`` beside ``"kv_connector": "MultiConnector"``. Options are
+    Enable it with ``"kv_connector_module_path": "kvobs"`` next to ``"kv_connector": "MultiConnector"``. Options are
     under ``kv_connector_extra_config.kvobs``, see ``kvobs.schema.config.Options``.
 
     Raises:
-        ConfigError: the configuration has mistakes; lists each with its JSON path.
+        ConfigError: the configuration has errors; lists each with its JSON path.
     """
 
     aggregation: aggregator.Aggregation | None = None
@@ -147,7 +147,7 @@ class MultiConnector(stock.MultiConnector):
 
     def shutdown(self) -> None:
         """End the connectors, and then what observes them."""
-        error = sys.exception()  # vLLM also calls this while one ends the engine
+        error = sys.exception()  # vLLM also calls this while an exception stops the engine
         is_well = error is None or isinstance(error, STOPS)
         try:
             self._call_first("shutdown")
@@ -257,6 +257,6 @@ _stock_cache_layout = utils.get_kv_connector_cache_layout
 def get_kv_connector_cache_layout(vllm_config: VllmConfig | None = None) -> str | None:
     """Return the KV cache layout that the configured connector needs, as vLLM's helper of this name does.
 
-    If none is needed the result is None, and "NHD" before vLLM 0.30. The default configuration is this process's.
+    If no layout is needed, the result is None, and "NHD" before vLLM 0.30. The default configuration is this process's.
     """
     return versions.required_cache_layout(_stock_cache_layout, vllm_config)

@@ -292,17 +292,18 @@ def _introduce(validated: Validated, tracing: TracingSettings) -> None:
     else:
         log.info("calls are counted in Python: %s", choice().reason)
     if configuration.stock:
-        log.info("by %s vLLM's own stay in place: %s", STOCK_VARIABLE, ", ".join(sorted(configuration.stock)))
+        log.info("%s is set: vLLM's own parts stay in use: %s", STOCK_VARIABLE, ", ".join(sorted(configuration.stock)))
     for spec in validated.specs:
         if names := own_methods(spec.connector_class):
             text = (
-                "connector %r has methods that are no hooks of vLLM: %s. Calls of them reach it, and are not recorded"
+                "connector %r has methods that are not vLLM hooks: %s. kvobs passes calls to them on but does not "
+                "record them"
             )
             log.info(text, spec.name, ", ".join(names))
     if isolated := ", ".join(configuration.options.isolate):
         text = (
-            "isolated: %s. One that fails goes into quarantine; a request whose load it may have begun waits up to "
-            "%g s, since something may still write into its blocks"
+            "isolated connectors: %s. A connector that fails goes into quarantine. A request whose load it may have "
+            "started waits up to %g s, because the connector may still write into its blocks"
         )
         log.info(text, isolated, GIVE_UP_NS / 1e9)
     for warning in validated.warnings:
@@ -310,8 +311,8 @@ def _introduce(validated: Validated, tracing: TracingSettings) -> None:
     sampling.warn_about(configuration.options, tracing)
     if unknown := versions.unknown_hooks():
         text = (
-            "this vLLM has hooks that kvobs does not know: %s. They are routed by the class inherited from vLLM, and "
-            "are not observed"
+            "this vLLM has hooks that kvobs does not know: %s. vLLM's own MultiConnector routes them, and kvobs does "
+            "not observe them"
         )
         log.warning(text, ", ".join(unknown))
 

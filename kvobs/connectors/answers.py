@@ -32,7 +32,7 @@ class MalformedAnswerError(TypeError):
     """A connector has answered what vLLM can't use."""
 
     def __init__(self, answer: object, allowed: str) -> None:
-        super().__init__(f"answered {_shown(answer)}; allowed: {allowed}")
+        super().__init__(f"returned {_shown(answer)}; allowed: {allowed}")
 
 
 def _shown(answer: object) -> str:
@@ -48,7 +48,7 @@ def _lookup(answer: Any, args: tuple[Any, ...]) -> tuple[int | None, bool]:
         return None, False
     if type(tokens) is not int:
         if isinstance(tokens, bool):
-            raise TypeError("a bool is no number of tokens")
+            raise TypeError("a bool is not a number of tokens")
         tokens = index(tokens)
     if tokens <= 0:  # ExampleConnector may answer less than vLLM has itself
         return 0, False
@@ -69,7 +69,7 @@ _SOURCES = versions.hit_sources()
 
 def _hit_sources(answer: Any, _: object) -> dict[Any, int]:
     if not isinstance(answer, Mapping) or not _SOURCES.issuperset(answer):
-        raise TypeError("no counts by source")
+        raise TypeError("not counts by source")
     return {source: index(tokens) for source, tokens in answer.items()}
 
 
@@ -81,7 +81,7 @@ def _finished(answer: Any, _: object) -> tuple[bool, Any]:
     promises, params = answer
     if params is not None:
         if not isinstance(params, Mapping) or not all(type(key) is str for key in params):
-            raise TypeError("params are no mapping with text as keys")
+            raise TypeError("params are not a mapping with strings as keys")
         _ENCODER.encode(params)  # as vLLM does on the way to its API server
     return bool(promises), params
 
@@ -90,14 +90,14 @@ def requests_in(answer: Any) -> set[str]:
     """Return request ids as a set, the same object if it is one.
 
     Raises:
-        TypeError: it is no iterable of request ids.
+        TypeError: it is not an iterable of request ids.
     """
     requests = answer if isinstance(answer, set) else set(answer)
     if isinstance(answer, str):
-        raise TypeError("text is not a set of request ids")
+        raise TypeError("a string is not a set of request ids")
     for request in requests:
         if not isinstance(request, str):
-            raise TypeError("no request id")
+            raise TypeError("not a request id")
     return requests
 
 
@@ -112,12 +112,12 @@ RESULTS = ("finished_sending", "finished_recving", "failed_recving")
 def _results(answer: Any, _: object) -> Any:
     sent, received, failed = answer.finished_sending, answer.finished_recving, answer.failed_recving
     if type(sent) is type(received) is type(failed) is set and not (sent or received or failed) and not _FURTHER:
-        return answer  # as in most steps
+        return answer  # most steps take this path
     sets = requests_in(sent), requests_in(received), requests_in(failed)
     is_as_vllm_has_it = sets[0] is sent and sets[1] is received and sets[2] is failed
     further = {name: getattr(answer, name) for name in _FURTHER}
     if not all(isinstance(value, _FURTHER[name]) for name, value in further.items()):
-        raise TypeError("a field of another type")
+        raise TypeError("a field has the wrong type")
     return answer if is_as_vllm_has_it else _TRANSFER_RESULTS(**dict(zip(RESULTS, sets, strict=True)), **further)
 
 
@@ -128,7 +128,7 @@ _FURTHER = {name: type(getattr(_TRANSFER_RESULTS(), name)) for name in versions.
 def _bad_blocks(answer: Any, _: object) -> AbstractSet[int]:
     if type(answer) is set and not answer:
         return answer
-    # A list is no answer that vLLM accepts; but what it says must not be lost.
+    # vLLM does not accept a list; but what it contains must not be lost.
     blocks = answer if isinstance(answer, AbstractSet) else set(answer)
     if blocks and not all(isinstance(block, int) for block in blocks):
         blocks = set(map(index, blocks))
@@ -156,7 +156,7 @@ def _handshake(answer: Any, _: object) -> Any:
 
 def _context(answer: Any, _: object) -> Any:
     if answer is not None and not (hasattr(answer, "__enter__") and hasattr(answer, "__exit__")):
-        raise TypeError("no context manager")
+        raise TypeError("not a context manager")
     return answer
 
 
@@ -192,8 +192,8 @@ _PROMISE = "whether it promises a save, and kv_transfer_params (a dict that can 
 NO_ANSWER = Answer("anything", None, _none)
 ANSWERS: dict[str, Answer] = {
     "get_num_new_matched_tokens": Answer(
-        "None, or how many tokens of the request beyond the computed ones it has (an int; at most all, all but one if "
-        "the load is synchronous), and whether the load is asynchronous",
+        "None, or how many tokens of the request it has beyond the computed ones (an int; at most all tokens, or all "
+        "but one for a synchronous load), and whether the load is asynchronous",
         _lookup,
         lambda: (0, False),
     ),
@@ -218,7 +218,7 @@ ANSWERS: dict[str, Answer] = {
     "get_finished_count": Answer("a number of workers, or None", _count, _none),
     # Asked of a class, or of a property.
     "get_required_kvcache_layout": Answer("the name of a layout, or None", read_layout, _none),
-    # With piecewise graphs its hooks of layers are called, whatever it needs.
+    # With piecewise graphs its layer hooks are called in any case.
     "requires_piecewise_for_cudagraph": Answer(_TRUTH, _flag, _yes),
     "supports_divergent_local_hybrid_hits": Answer(_TRUTH, _flag, _yes),  # the other connectors' answers count
     "requires_kv_delivery": Answer(_TRUTH, _flag, _no),

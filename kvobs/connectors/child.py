@@ -44,7 +44,7 @@ _EVENTS = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared
 
 @dataclass(eq=False, repr=False)
 class Child:
-    """One built connector, with a recorded call for each of its hooks but those of layers, under the hook's name.
+    """One built connector, with a recorded call for each of its hooks except layer hooks, under the hook's name.
 
     ``connector`` is the real object, never wrapped or patched: calls that it makes to itself are not recorded. A hook
     that it does not implement is called unrecorded, or skipped by callers that look into ``implemented``.
@@ -123,7 +123,7 @@ def _drained(call: Call, count: Callable[[Sequence[Any]], None], *args: Any, **k
 def count_events(recorder: Recorder, child: int, events: Sequence[Any], group: int) -> None:
     """Count KV cache events and stored tokens by medium; events of unknown types are left out.
 
-    KV cache groups store the same tokens: those of ``group`` count, and those of connectors that name no group.
+    KV cache groups store the same tokens: events of ``group`` count, and events of connectors that name no group.
     """
     counts = Counter[int]()
     for event in events:

@@ -40,7 +40,7 @@ def read(parent: KVTransferConfig, conditions: Conditions = SAFE) -> Validated:
     It warns of synchronous loads that are not used, or not safe, under these conditions.
 
     Raises:
-        ConfigError: with every mistake found, each with its JSON path.
+        ConfigError: with every error found, each with its JSON path.
     """
     policy = getattr(parent, "kv_load_failure_policy", None)
     checked = validate(parent.kv_connector_extra_config, policy, KVTransferConfig, engine_id=parent.engine_id)
@@ -48,7 +48,7 @@ def read(parent: KVTransferConfig, conditions: Conditions = SAFE) -> Validated:
     if checked.mistakes:
         raise ConfigError(checked.mistakes)
     for name, problem in checked.absent.items():
-        log.error("connector %r can't be imported; it is isolated: serving starts without it. %s", name, problem)
+        log.error("connector %r can't be imported. It is isolated, so serving starts without it. %s", name, problem)
     return checked
 
 
@@ -92,11 +92,11 @@ def _fix_of_import(name: str, module: Any, error: BaseException) -> str:
         return f"install the package that has the module {missing!r} in this environment"
     if isinstance(error.__cause__, AttributeError) and error.__cause__.name == name:
         return "correct kv_connector, or kv_connector_module_path: that module has no such class"
-    return "correct kv_connector_module_path, or the class's own module, as the error says"
+    return "correct kv_connector_module_path, or the class's own module, as the error shows"
 
 
 def _is_of_factory(error: BaseException) -> bool:
-    """Return whether vLLM's factory itself has raised: the module has been imported, and its class is no connector."""
+    """Return whether vLLM's factory itself has raised: the module was imported, but its class is not a connector."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return frames[-1].f_globals.get("__name__") == KVConnectorFactory.__module__
 
@@ -123,7 +123,7 @@ def ask(spec: ChildSpec, hook: str, *args: Any) -> Any:
     except BaseException as error:
         if not spec.is_isolated or must_pass(error):
             raise
-        text = "connector %r fails in %s (%s); it is isolated: the start continues"
+        text = "connector %r failed in %s (%s). It is isolated, so startup continues"
         once(f"ask:{spec.name}:{hook}", logging.WARNING, text, spec.name, hook, named(error))
         return nothing()
 

@@ -1,4 +1,4 @@
-"""Distinguish exceptions that must end the process from those of a library, whatever they derive from."""
+"""Distinguish exceptions that must end the process from a library's exceptions, whatever they derive from."""
 
 import inspect
 import signal
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def must_pass(error: BaseException) -> bool:
-    """Return whether nobody may contain this exception: it ends the process, as somebody outside has asked.
+    """Return whether this exception must not be contained: it ends the process, as requested from outside.
 
     That is KeyboardInterrupt, and the SystemExit that a signal handler has raised: vLLM's worker makes one of SIGTERM,
     once. The handler's frame is in the traceback then. A SystemExit passes too where that can't be seen: if a handler

@@ -25,7 +25,7 @@ def ends_for_good(hook: str) -> bool:
 class OnFailure(Protocol):
     """Receives a failed call: its hook, its arguments, and the error.
 
-    ``slow_ns`` is its duration if it was slow, too, else 0.
+    ``slow_ns`` is its duration if it was also slow, else 0.
     """
 
     def __call__(self, hook: str, args: tuple[Any, ...], error: BaseException, slow_ns: int, /) -> None: ...
@@ -72,7 +72,7 @@ class Gate:
                 if must_pass(error):
                     raise
                 spent = perf_counter_ns() - start
-                if answer is not _UNANSWERED:  # the call itself is counted as one that ended well
+                if answer is not _UNANSWERED:  # the call itself counts as successful
                     error = MalformedAnswerError(answer, allowed)
                     self._recorder.count_error(self._child, hook, start, spent, error)
                 if self.on_failure is not None:

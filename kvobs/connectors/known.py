@@ -1,4 +1,4 @@
-"""List connectors by name: vLLM's renamed and removed ones, those of other packages, and their libraries.
+"""List connectors by name: vLLM's renamed and removed ones, connectors of other packages, and their libraries.
 
 This needs no vLLM. A name is looked up here only where vLLM itself does not have it: older versions have some.
 """
@@ -66,7 +66,7 @@ LIBRARIES: dict[str, tuple[Library, ...]] = {
     "LMCacheMPConnector": (_LMCACHE,),
     "MooncakeConnector": (Library(("mooncake.engine",), _MOONCAKE),),
     "MooncakeStoreConnector": (Library(("mooncake.store",), _MOONCAKE),),
-    "FlexKVConnectorV1": (Library(("flexkv",), "build it as https://github.com/taco-project/FlexKV says"),),
+    "FlexKVConnectorV1": (Library(("flexkv",), "build it as described at https://github.com/taco-project/FlexKV"),),
     "HF3FSKVConnector": (Library(("hf3fs_fuse",), "install 3FS's Python client: https://github.com/deepseek-ai/3FS"),),
     "MoRIIOConnector": (
         Library(("mori",), "install it: pip install amd-mori"),
@@ -100,7 +100,7 @@ def cure(name: str, registered: Collection[str]) -> tuple[str, str]:
     if name in ELSEWHERE:
         return "", ELSEWHERE[name]
     if name in RENAMED and RENAMED[name] in registered:
-        return f"it is called {RENAMED[name]!r} today", f"use {RENAMED[name]!r}"
+        return f"it is now called {RENAMED[name]!r}", f"use {RENAMED[name]!r}"
     if name in REMOVED:
         return "it was removed from vLLM", REMOVED[name]
     if near := nearest(name, registered):

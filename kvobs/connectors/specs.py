@@ -62,7 +62,7 @@ class ChildSpec:
 
 
 def between_engines(specs: Iterable[ChildSpec]) -> list[ChildSpec]:
-    """Return those of the connectors that hand KV from one engine to another."""
+    """Return the connectors that transfer KV from one engine to another."""
     return [spec for spec in specs if hands_over(spec.connector_class)]
 
 
@@ -120,7 +120,7 @@ def why_not_isolated(spec: ChildSpec) -> str | None:
     if spec.transfer_config.kv_role == "kv_producer":
         return "has kv_role kv_producer: another engine waits for what it saves"
     if name_among(spec.connector_class, ("MultiConnector",)) is not None:
-        return "is a MultiConnector: list its connectors beside the others, and name those"
+        return "is a MultiConnector: list its connectors next to the others, and name them instead"
     return what_it_is(spec.connector_class)
 
 
@@ -128,7 +128,7 @@ def what_it_is(connector_class: type) -> str | None:
     """Return what a class does that its engine can't do without, as a phrase; None if it only stores KV."""
     if name_among(connector_class, (_INNER,)):
         return "is a part of vLLM's KV cache manager"
-    return "hands KV over to another engine" if hands_over(connector_class) else None
+    return "transfers KV to another engine" if hands_over(connector_class) else None
 
 
 def load_ends_save(connector: object) -> bool:
@@ -150,16 +150,16 @@ def name_of_size(spec: ChildSpec) -> str:
 def too_small(size: int, tokens: int, longest: int) -> str:
     """Return the warning that a connector's memory has no room for one long prompt."""
     return (
-        f"its {size:,} bytes of memory (cpu_bytes_to_use) have room for {tokens:,} tokens, and a prompt may have "
-        f"{longest:,} (max_model_len): such a prompt's own end replaces its begin, so that it is never loaded"
+        f"its {size:,} bytes of memory (cpu_bytes_to_use) have room for {tokens:,} tokens, but a prompt may have "
+        f"{longest:,} (max_model_len): the end of such a prompt evicts its start, so the prompt is never loaded"
     )
 
 
 class StoreSizes(Observer):
     """Records how many tokens each connector stores, if its options state it and all tokens take the same.
 
-    ``copies`` of the ``ranks`` have the same KV cache. It warns of memory without room for ``longest`` tokens, those of
-    a prompt, whatever is behind it.
+    ``copies`` of the ``ranks`` have the same KV cache. It warns of memory without room for ``longest``
+    tokens: the longest prompt, whatever follows it.
     """
 
     def __init__(

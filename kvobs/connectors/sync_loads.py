@@ -46,11 +46,11 @@ class Danger(NamedTuple):
 
 SEVERAL_GROUPS = Danger("with several KV cache groups a failed load can't be reported")
 V2 = Danger(
-    "vLLM's V2 model runner does not recompute a failed load: it goes on with wrong KV, and reports no error",
+    "vLLM's V2 model runner does not recompute a failed load: it continues with wrong KV and reports no error",
     f"start vLLM with {versions.V2_RUNNER}=0 and --no-async-scheduling",
 )
 SEVERAL_STEPS = Danger(
-    "with several steps in flight one after a failed load is computed on its unfilled blocks",
+    "with several steps in flight, a step after a failed load computes on its unfilled blocks",
     "start vLLM with --no-async-scheduling and without pipeline parallelism",
 )
 SIBLINGS = Danger("after a failed load other connectors would save unfilled blocks")
@@ -84,7 +84,7 @@ def loads_synchronously(connector_class: type) -> bool | None:
 
 
 def _answers(lookup: ast.AST) -> Iterator[bool | None]:
-    """Yield whether each hit that a lookup returns is asynchronous, None if the source does not say it."""
+    """Yield whether each hit that a lookup returns is asynchronous, None if the source does not show it."""
     for node in ast.walk(lookup):
         if not isinstance(node, ast.Return):
             continue
@@ -118,9 +118,9 @@ def unused_offers(of: Sequence[ChildSpec], conditions: Conditions, refused: Cont
         is_sync = loads_synchronously(spec.connector_class)
         if is_sync is not False:
             hits = (
-                "which offers synchronous loads only: its hits are not used"
+                "which only offers synchronous loads: its hits are ignored"
                 if is_sync
-                else "whose synchronous loads, if it makes any, are not used"
+                else "whose synchronous loads, if it makes any, are ignored"
             )
             text = f"found {spec.name!r}, {hits}, because {why.harm}"
             yield Finding(f"{PATH}.kvobs.isolate", text, fix=fix if is_sync else f"if it makes any, {fix}")
@@ -141,7 +141,7 @@ def unsafe_loads(of: Sequence[ChildSpec], conditions: Conditions, policy: object
         if not spec.is_isolated and loads_synchronously(spec.connector_class) is not False:
             instead = 'set it to "fail"'
             if isolates:
-                instead = f"add {spec.name!r} to {PATH}.kvobs.isolate, by which its hits are not used"
+                instead = f"add {spec.name!r} to {PATH}.kvobs.isolate; its hits are then ignored"
             found = f"found 'recompute', and {spec.name!r} loads synchronously: {why.harm}"
             warnings[spec.index] = Finding("kv_load_failure_policy", found, fix=f"{instead}, or {why.setting}")
     return warnings

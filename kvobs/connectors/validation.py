@@ -30,7 +30,7 @@ from kvobs.vllm_api.versions import RETIRED, TransferConfig
 _SHOWN = ("kv_role", "kv_load_failure_policy")  # any other value may be a secret
 _POLICY = "kv_load_failure_policy"
 GONE = "found a key that this vLLM no longer has"
-_ON_TOP = "at the top level, beside kv_connector"
+_ON_TOP = "at the top level, next to kv_connector"
 _DATA_PARALLEL_SUFFIX = re.compile(r"_dp\d+$")
 
 
@@ -42,7 +42,7 @@ class NotUsableError(ValueError):
         self.found, self.allowed, self.fix, self.is_import = found, allowed, fix, is_import
 
     def at(self, path: str) -> Finding:
-        """Return the mistake, given the path of the connector's entry."""
+        """Return the error, given the path of the connector's entry."""
         return Finding(f"{path}.kv_connector", self.found, self.allowed, self.fix)
 
 
@@ -57,12 +57,12 @@ def not_registered(name: str, registered: Sequence[str]) -> NotUsableError:
 class Validated:
     """The result of a validation."""
 
-    configuration: Configuration  # the options and names; the defaults if there are mistakes in them
+    configuration: Configuration  # the options and names; the defaults if they are invalid
     policy: object = "fail"  # vLLM's kv_load_failure_policy
     entries: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)  # with a class, by position: name
     transfers: dict[int, Any] = field(default_factory=dict)  # the valid transfer configurations of these, by position
     specs: list[ChildSpec] = field(default_factory=list)  # the children whose entry is valid and whose class is known
-    mistakes: list[Finding] = field(default_factory=list)  # they end the start
+    mistakes: list[Finding] = field(default_factory=list)  # they stop startup
     warnings: list[Finding] = field(default_factory=list)  # settings without the intended effect
     absent: dict[str, Finding] = field(default_factory=dict)  # isolated connectors replaced by the stand-in: problem
     async_only: frozenset[int] = frozenset()  # the children whose synchronous loads are not used
@@ -81,7 +81,7 @@ def validate(
     checked = Validated(configuration, policy, mistakes=mistakes)
     options, place = configuration.options, f"{PATH}.kvobs"
     if options.verify.fail and options.verify.share is None:
-        text, fix = "is not set, and verify.fail is: nothing is compared", "set it, or remove fail"
+        text, fix = "is not set although verify.fail is, so nothing is compared", "set it, or remove fail"
         checked.mistakes.append(Finding(f"{place}.verify.share", text, "a share above 0 and up to 1", fix))
     for needs_it, why in (
         (options.isolate, f"loads of the connectors in {place}.isolate may fail"),
@@ -95,7 +95,7 @@ def validate(
     entries = entries if isinstance(entries, list | tuple) else ()
     for i, (name, entry) in enumerate(zip(configuration.names, entries, strict=False)):
         connector = entry.get("kv_connector") if isinstance(entry, Mapping) else None
-        if isinstance(connector, str) and connector:  # any other is a mistake of the options
+        if isinstance(connector, str) and connector:  # any other is an error in the options
             checked.entries[i] = (name, entry)
             complete = {**entry, "engine_id": _engine_id(engine_id, entry.get("engine_id"))}
             transfer, mistakes = transfer_config(complete, path_of(i), transfer_class)
@@ -103,7 +103,7 @@ def validate(
                 checked.transfers[i] = transfer
             checked.mistakes += mistakes
             if (ignored := entry.get(_POLICY)) not in (None, effective):
-                found = f"found {ignored!r}, which has no effect here: vLLM reads the top level only"
+                found = f"found {ignored!r}, which has no effect here: vLLM only reads the top level"
                 found += f", where it is {effective!r}"
                 checked.warnings.append(Finding(f"{path_of(i)}.{_POLICY}", found, fix=f"set it {_ON_TOP}"))
     return checked
@@ -116,10 +116,10 @@ def find_classes(
     *,
     conditions: Conditions = SAFE,
 ) -> None:
-    """Find each connector's class, and add the mistakes and warnings that follow from the classes.
+    """Find each connector's class, and add the errors and warnings that follow from the classes.
 
     ``class_of`` returns the class of a name and module, or raises ``NotUsableError``. ``stand_in`` replaces an isolated
-    connector that can't be imported; None: that is a mistake.
+    connector that can't be imported; None: that is an error.
     """
     for index in checked.entries:
         _find_class(checked, index, class_of, stand_in)
@@ -145,7 +145,7 @@ def path_of(index: int) -> str:
 
 
 def _find_class(checked: Validated, index: int, class_of: Callable[[str, Any], type], stand_in: type | None) -> None:
-    """Add the child at this position, or the mistake in its class."""
+    """Add the child at this position, or the error in its class."""
     name, entry = checked.entries[index]
     path, is_isolated = path_of(index), name in checked.configuration.options.isolate
     try:
@@ -157,7 +157,7 @@ def _find_class(checked: Validated, index: int, class_of: Callable[[str, Any], t
         checked.absent[name] = error.at(path)
         connector_class = stand_in
     if is_kvobs(connector_class):
-        text = "found kvobs within kvobs; list its connectors here beside the others"
+        text = "found kvobs nested in kvobs"
         checked.mistakes.append(Finding(f"{path}.kv_connector", text, fix="move its connectors to this list"))
     elif index in checked.transfers:
         checked.specs.append(ChildSpec(index, name, connector_class, checked.transfers[index], is_isolated))
@@ -172,7 +172,7 @@ def _engine_id(engines: str | None, childs: Any) -> Any:
 
 
 def transfer_config(entry: Mapping[str, Any], path: str, transfer_class: Any) -> tuple[Any | None, list[Finding]]:
-    """Return the transfer configuration of an entry at a path, and the mistakes in it; None if there are any."""
+    """Return the transfer configuration of an entry at a path, and the errors in it; None if there are any."""
     found = []
     if entry.get("kv_connector") is not None and entry.get("kv_role") is None:
         roles, fix = "'kv_producer', 'kv_both' or 'kv_consumer'", 'add "kv_role": "kv_both", or the role of this engine'
@@ -195,11 +195,11 @@ def transfer_config(entry: Mapping[str, Any], path: str, transfer_class: Any) ->
 
 
 def _unknown_key(where: str, key: str, keys: list[str]) -> Finding:
-    """Return the mistake of an unknown key; one that belongs elsewhere is not taken for a misspelt one."""
+    """Return the error of an unknown key; one that belongs elsewhere is not taken for a misspelt one."""
     if key in ("connectors", "kvobs"):
-        return Finding(where, "is at the wrong place", fix=f"move it into {PATH}")
+        return Finding(where, "is in the wrong place", fix=f"move it into {PATH}")
     if key in Options.model_fields:
-        return Finding(where, "found an option of kvobs at the wrong place", fix=f"move it into {PATH}.kvobs")
+        return Finding(where, "found an option of kvobs in the wrong place", fix=f"move it into {PATH}.kvobs")
     if key in RETIRED:
         return Finding(where, GONE, fix="remove it")
     return unknown("key", where, key, keys, f"remove it; options of the connector itself belong in its {PATH}")
@@ -213,8 +213,8 @@ def misplaced(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
     for key in extra:
         text = fix = ""
         if key.startswith("kv_") and key in TransferConfig.model_fields:
-            text = "has no effect here: vLLM reads it one level up only"
-            fix = f"move it out of {PATH}, beside kv_connector"
+            text = "has no effect here: vLLM only reads it one level up"
+            fix = f"move it out of {PATH}, next to kv_connector"
         elif "connectors" in extra and key in Options.model_fields:
             text, fix = "has no effect here: it is an option of kvobs", f"move it into {PATH}.kvobs"
         elif "connectors" in extra and key != "kvobs" and get_close_matches(key.lower(), ["kvobs"], cutoff=0.8):
@@ -224,7 +224,7 @@ def misplaced(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
 
 
 def clashing_layouts(needs: Mapping[str, str | None]) -> list[Finding]:
-    """Return the mistake of connectors that need different KV cache layouts, given each one's; None: any layout."""
+    """Return the error of connectors that need different KV cache layouts, given each one's; None: any layout."""
     stated = {name: layout for name, layout in needs.items() if layout is not None}
     if len(set(stated.values())) <= 1:
         return []

@@ -54,7 +54,7 @@ class Collector:
         self.endpoint = ""
         """The value of vLLM's `--otlp-traces-endpoint`; known inside the block."""
         self.env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": protocol}
-        """The environment that a server needs beside the endpoint."""
+        """The environment that a server needs in addition to the endpoint."""
 
     def trace(self, trace_id: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.trace_id == trace_id]

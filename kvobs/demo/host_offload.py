@@ -45,7 +45,7 @@ class HostWorker(base.OffloadingWorker):
     """Copies blocks between the engine's KV cache and host memory, at once and in the calling thread."""
 
     def __init__(self, kv_caches: base.CanonicalKVCaches, blocks_per_chunk: int, chunks: int) -> None:
-        """Reserve `chunks` x `blocks_per_chunk` blocks of host memory beside each KV cache tensor."""
+        """Reserve `chunks` x `blocks_per_chunk` blocks of host memory for each KV cache tensor."""
         self.blocks_per_chunk = blocks_per_chunk
         self.group_refs = kv_caches.group_data_refs
         self.engine = [cache.tensor.view(torch.int8) for cache in kv_caches.tensors]  # (blocks, bytes)

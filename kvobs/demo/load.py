@@ -109,7 +109,7 @@ def prompts(questions: int, count: int) -> list[str]:
 
 def document(title: str) -> str:
     """Return a document of about 900 characters: some thirty blocks."""
-    sections = [f"Section {i} of the {title} handbook says what to do on day {i}." for i in range(1, 20)]
+    sections = [f"Section {i} of the {title} handbook describes what to do on day {i}." for i in range(1, 20)]
     return f"{title.upper()}\n\n" + " ".join(sections)[:900]
 
 

@@ -23,7 +23,7 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class ConnectorTotals:
-    """One connector's numbers; those of lookups and loads by outcome, of loads over both modes."""
+    """One connector's numbers: lookups and loads by outcome, loads over both modes."""
 
     name: str
     lookups: Mapping[str, int]

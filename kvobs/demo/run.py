@@ -42,7 +42,7 @@ STACK = "docker compose --profile cpu up --build     # the boards: http://localh
 PAUSE_S = 5.0
 """Between two rounds of a load that is repeated."""
 EXPORTER_PORT = ExporterOptions().port or 0
-"""Port of the exporter where that of the server is chosen too; else a free one is picked."""
+"""Port of the exporter if the server's port is also given; else a free one is picked."""
 SETTLE_S = 0.5
 """Time for vLLM's own numbers of the last step to reach /metrics, and for the exporter to make its text again."""
 
@@ -365,7 +365,7 @@ def metrics_url(server: Server) -> str:
 
 
 def see_exporter_end(url: str) -> None:
-    """Ask an exporter for the last numbers of its engine, which has ended: then it ends, too, and its port is free."""
+    """Ask an exporter for the last metrics of its engine, which has ended: then it also ends, and its port is free."""
     with suppress(OSError):
         for _ in range(50):
             urllib.request.urlopen(url, timeout=1).close()
@@ -383,7 +383,7 @@ def readings(server: Server) -> list[Sample]:
             with urllib.request.urlopen(url, timeout=ARRIVE_S) as answer:
                 exported = parse_metrics(answer.read().decode())
             break
-        except OSError as error:  # it starts beside the engine
+        except OSError as error:  # it starts at the same time as the engine
             if time.monotonic() > deadline:
                 raise server.failure(f"kvobs's exporter, {url}, gave no answer: {error}.") from error
             time.sleep(0.2)

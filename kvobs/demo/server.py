@@ -38,7 +38,7 @@ TAIL = 25
 
 
 class ServerError(RuntimeError):
-    """The server could not start, died, or answered with an error; the text says which and ends with its log's end."""
+    """The server could not start, exited, or answered with an error; the text shows which, and the end of its log."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Server:
     """Written anew: everything that the server's processes print."""
     kv_transfer_config: Mapping[str, Any] | None = None
     port: int = 0
-    """0 picks a free one; `port` says which after entering."""
+    """0 picks a free one; `port` has its number after entering."""
     args: Sequence[str] = ()
     """More arguments of `vllm serve`."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Server:
         try:
             self.start()
             self.wait_until_ready()
-        except BaseException:  # Ctrl-C too: whatever ends the wait must end the server
+        except BaseException:  # also Ctrl-C: whatever ends the wait must end the server
             self.stop()
             raise
         return self
@@ -192,7 +192,7 @@ class Server:
     ) -> "Completion":
         """Complete a prompt greedily, for exactly `max_tokens` tokens; `body` adds to or overrides the request's JSON.
 
-        Raises `ServerError` for any answer but 200, with what the server said.
+        Raises `ServerError` for any answer but 200, with the server's text.
         """
         request = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         answer = self.request("/v1/completions", request | {"return_token_ids": True} | body, headers, timeout)
@@ -255,7 +255,7 @@ def environment(tensor_parallel: int = 1) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         # One thread a rank, each on its core: two threads that spin on one core cost milliseconds a step.
         CORES: "|".join(str(core) for core in cores(tensor_parallel)),
-        # With two ranks vLLM compiles one small function, whatever --enforce-eager says: each rank takes seconds for it
+        # With two ranks vLLM compiles one small function, even with --enforce-eager: each rank takes seconds for it
         # at the first request.
         "TORCH_COMPILE_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -344,7 +344,7 @@ def end_group(process: subprocess.Popen[bytes], grace: float) -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill every process of a process group that we made, and wait up to five seconds until none is left."""
+    """Kill every process of a process group that we made, and wait up to five seconds until all have ended."""
     deadline = time.monotonic() + 5
     while (members := group_members(group)) and time.monotonic() < deadline:
         for pid in members:

@@ -19,7 +19,7 @@ BAR = 16
 """Characters that stand for the whole trace, where a window has room for them."""
 BAR_AT_LEAST = 4
 WORDS = 20
-"""Characters that a line's words need beside the times."""
+"""Characters that a line's words need next to the times."""
 LONG_NS = 10 * 10**9
 GUIDE = 4
 """Characters by which rich indents each level of a tree."""
@@ -104,7 +104,7 @@ def details(span: ReceivedSpan, above: Mapping[str, Any]) -> Iterator[str]:
 
 
 def lines(rows: Sequence[Row]) -> Iterator["Line"]:
-    """Yield each row as a line whose columns stand below those of the row before, however deep each is."""
+    """Yield each row as a line whose columns are aligned with the row before, however deep each is."""
     if not rows:
         return
     begin, end = min(row.span.start_ns for row in rows), max(row.span.end_ns for row in rows)

@@ -15,7 +15,7 @@ PARENT = "KVOBS_DEMO_PARENT"
 
 
 def end_with_parent(parent: int) -> None:
-    """Ask Linux to end this process when its starter is gone, however that one died: no server is ever left behind."""
+    """Ask Linux to end this process when its starter is gone, however that ended: no server is ever left behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:

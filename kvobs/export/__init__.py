@@ -1,1 +1,1 @@
-"""Turn payloads into metrics and spans: in the API server, or in a separate process beside the engine."""
+"""Turn payloads into metrics and spans: in the API server, or in a separate process."""

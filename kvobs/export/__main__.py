@@ -29,7 +29,7 @@ def main() -> int:
             os._exit(0)
         serve(server, options, lock, outlives=True)
     except (IndexError, OSError, ValueError, KeyError) as error:
-        log.error("the exporter can't run: %s. By hand it is started with `kvobs exporter`", error)
+        log.error("the exporter can't run: %s. To start it manually, use `kvobs exporter`", error)
         return 2
     return 0
 

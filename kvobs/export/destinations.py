@@ -1,4 +1,4 @@
-"""Say where an engine's metrics and spans go, as far as it is known before it runs."""
+"""Describe where an engine's metrics and spans go, as far as it is known before it runs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ class Hidden(NamedTuple):
 
 
 STATS_OFF = Hidden("--disable-log-stats", "vLLM's stat logging is off", "turn stat logging on")
-RUST = Hidden("environment variable VLLM_USE_RUST_FRONTEND", "vLLM's Rust front end shows none", "unset it")
-SEVERAL = Hidden("--api-server-count", "several API servers show files of prometheus_client only", "use 1")
-MULTIPROCESS = Hidden(
-    "environment variable PROMETHEUS_MULTIPROC_DIR", "the API server shows files of prometheus_client only", "unset it"
+RUST = Hidden(
+    "environment variable VLLM_USE_RUST_FRONTEND", "vLLM's Rust front end exposes no metrics of connectors", "unset it"
 )
-RAY = Hidden("Ray Serve", "an actor of Ray shows metrics of Ray's own classes only", "serve with `vllm serve`")
+SEVERAL = Hidden(
+    "--api-server-count", "several API servers only expose prometheus_client's multiprocess files", "use 1"
+)
+MULTIPROCESS = Hidden(
+    "environment variable PROMETHEUS_MULTIPROC_DIR",
+    "the API server only exposes prometheus_client's multiprocess files",
+    "unset it",
+)
+RAY = Hidden("Ray Serve", "a Ray actor only exposes metrics of Ray's own classes", "serve with `vllm serve`")
 
 
 def exporter_of(option: ExporterOption, hidden: Hidden | None) -> ExporterOptions | None:
@@ -76,7 +82,7 @@ def described_at_start(option: ExporterOption, tracing: TracingSettings) -> str:
     """Return the same as the end of a line of the log: what an engine knows at its start."""
     metrics = metrics_go_to(option, None)
     if option == "auto":
-        metrics += ", or to kvobs's exporter where it shows none"
+        metrics += ", or to kvobs's exporter if that server does not expose them"
     spans = f"spans go to {spans_go_to(option, None, tracing)}" if tracing.is_on else "tracing is off"
     return f"; metrics go to {metrics}; {spans}"
 

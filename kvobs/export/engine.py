@@ -65,12 +65,12 @@ class Engine:
             try:
                 page = Page(files.folder() / name)
             except OtherVersionError:
-                self._refuse(name, "another version of kvobs has written it")
+                self._refuse(name, "it was written by another version of kvobs")
                 continue
             except (OSError, ValueError):  # its process has only just begun, or ended
                 continue
             if (info := self.info) is not None and info.names != page.names:
-                self._refuse(name, f"it is of the connectors {', '.join(page.names)}, not {', '.join(info.names)}")
+                self._refuse(name, f"it is for the connectors {', '.join(page.names)}, not {', '.join(info.names)}")
                 continue
             ordinary, urgent = self._before.get(name, ((0, 0), (0, 0)))
             self._spans.setdefault(name, (page.spans(ORDINARY, ordinary), page.spans(URGENT, urgent)))
@@ -78,7 +78,7 @@ class Engine:
 
     def _refuse(self, name: str, why: str) -> None:
         self._refused.add(name)
-        text = "the numbers of a process are not shown: its page %s can't be read: %s"
+        text = "the metrics of an engine's process are missing: its page %s can't be read: %s"
         once(f"version:{name}", logging.ERROR, text, name, why)
 
     @property
@@ -140,7 +140,7 @@ class Engine:
         return counts
 
     def rows(self) -> dict[Key, int]:
-        """Return the sums of the open series over all processes; a connector's signal has so many, which stay."""
+        """Return the sums of the open series over all processes: for each connector and signal a bounded number."""
         total: dict[Key, int] = {}
         for page in self.all():
             for key, n in page.rows():
@@ -168,7 +168,7 @@ class Engine:
         return sum(reader.missed for readers in tuple(self._spans.values()) for reader in readers)
 
     def positions(self) -> Positions:
-        """Return from where a later reader of this engine's spans is to go on."""
+        """Return where a later reader of this engine's spans must continue."""
         return {name: (one.position, other.position) for name, (one, other) in tuple(self._spans.items())}
 
 

@@ -1,4 +1,4 @@
-"""Watch an engine's processes from outside: the calls that they are in, and which call the engine died in.
+"""Watch an engine's processes from outside: the calls that they are in, and the call in which the engine ended.
 
 It reads their pages, and keeps them after the processes are gone.
 """
@@ -93,7 +93,7 @@ class EngineWatch:
         return {place_of(rank): state for rank, state in states.items()}
 
     def ended(self, wait_s: float = 2.0) -> End | None:
-        """Log and return what the engine died of, now that it is gone; None: as far as is known, vLLM stopped it."""
+        """Log and return why the engine ended, now that it is gone; None: as far as is known, vLLM stopped it."""
         self._engine.find()
         if self._raised() is None:
             self._has_noted.wait(wait_s)
@@ -165,7 +165,7 @@ class EngineWatch:
         return not any(page.is_alive and not page.is_ending for page in self._engine.all())
 
     def _raised(self) -> End | None:
-        """Return the exception that ends the engine, the first of those of several ranks."""
+        """Return the exception that crashed the engine, the first one if several ranks raised."""
         raised = [call for page in self._engine.all() if (call := page.raised())]
         first = min(raised, key=lambda call: call.since_ns, default=None)
         return None if first is None else End(*first[:3], first.error)

@@ -33,7 +33,7 @@ ANSWER_S = 5.0
 READ = 1 << 14  # bytes
 _PLAIN = "text/plain; charset=utf-8"
 
-OPEN_TO_ALL = "every client that reaches it can read them: there is neither TLS nor authentication"
+OPEN_TO_ALL = "every client that reaches it can read them, because it uses neither TLS nor authentication"
 LESS_OPEN = "set kvobs.exporter.web_config, or let only Prometheus reach the port"
 
 Text = Callable[[str], tuple[str, bytes]]
@@ -51,7 +51,7 @@ class Server:
         tls: returns the TLS settings, for each connection; OSError if they can't be used.
 
     Raises:
-        OSError: the port can't be had, or the TLS settings can't be used.
+        OSError: the port is not available, or the TLS settings can't be used.
     """
 
     def __init__(self, host: str, port: int, metrics: Text, health: Health, tls: Tls | None = None) -> None:
@@ -121,7 +121,12 @@ class Server:
         try:
             tls = None if self._tls is None else self._tls()
         except OSError as error:
-            once("tls", logging.ERROR, "the exporter answers nobody: %s", error.strerror)
+            once(
+                "tls",
+                logging.ERROR,
+                "the exporter is rejecting all connections, because it can't load its TLS files: %s",
+                error.strerror,
+            )
             connection.close()
             return
         transport: asyncio.Transport | None = None

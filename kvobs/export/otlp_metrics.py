@@ -1,7 +1,7 @@
-"""Send the metrics by OTLP, with OpenTelemetry's exporter: every minute, or as OTEL_METRIC_EXPORT_INTERVAL says.
+"""Send the metrics by OTLP, with OpenTelemetry's exporter: every minute, or as set by OTEL_METRIC_EXPORT_INTERVAL.
 
 Histograms have the explicit buckets of the table of metrics. Endpoint, protocol, headers, timeout, compression and
-temporality are those of the standard OTEL_EXPORTER_OTLP_* variables.
+temporality come from the standard OTEL_EXPORTER_OTLP_* variables.
 """
 
 import logging
@@ -86,7 +86,8 @@ class MetricsPush:
             self._sent, self._sent_ns = current, now_ns
             return
         text = (
-            "the metrics can't be sent by OTLP; it is tried again every %g s. The exporter logs why; no total is lost"
+            "the metrics can't be sent by OTLP; retrying every %g s. The exporter's log has the reason. No total is "
+            "lost"
         )
         once("otlp-metrics", logging.ERROR, text, interval_s())
 

@@ -166,11 +166,11 @@ class Exporter:
             served.engine.find()
 
     def _note_ends(self) -> None:
-        """Note what the engines that have ended since died of: others may go on."""
+        """Note why the engines that have ended since then ended: others may continue."""
         for served in self._served.values():
             if served.engine.name not in self._ended and not served.engine.is_alive:
                 self._ended.add(served.engine.name)
-                self._exposition.forget()  # it says that the engine is up
+                self._exposition.forget()  # its text shows that the engine is up
                 if not served.engine.has_ended_well:
                     served.watch.ended()
 
@@ -233,7 +233,7 @@ class Exporter:
         state = State(pid=os.getpid(), url=self._url(), positions=positions, counts=own)
         if state != self._kept:
             self._kept = state
-            text = "the exporter can't note what it has read: %s. When it is started again, some spans are sent twice"
+            text = "the exporter can't save how far it has read: %s. After a restart it sends some spans twice"
             with files.reported(text):
                 self._lock.write(msgspec.json.encode(state))
         for totals, slot, n in counted:
@@ -253,8 +253,8 @@ class Exporter:
                     return  # the exporter of engines that are gone may have it, and ends soon
                 found, fix = f"{found}, held by {holder(port)}", "set kvobs.exporter.port to a free one"
             text = (
-                "the exporter can't listen on %s:%d: %s. The engine serves, without kvobs's metrics until it can. "
-                "Fix: %s"
+                "the exporter can't listen on %s:%d: %s. Serving is not affected, but kvobs's metrics are missing "
+                "until it can. Fix: %s"
             )
             once("port", logging.WARNING, text, options.host, port, found, fix)
             self._bind_at += 10 * PORT_RETRY_S
@@ -350,7 +350,9 @@ def await_server() -> tuple[str, files.Lock]:
                 if lock.is_mine:
                     return server, lock
                 lock.release()
-                text = "another exporter serves the engines of a server; this one takes over when that one ends"
+                text = (
+                    "another exporter already serves the engines of a server; this one takes over when that one exits"
+                )
                 once(f"taken:{server}", logging.WARNING, text)
         time.sleep(TICK_S)
 

@@ -65,7 +65,7 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues, {})
         self._forget_last_engine()
         self._define_childrens(vllm_config, metric_types, of)
-        # Several API servers show files of prometheus_client, and Ray metrics of its own classes.
+        # Several API servers expose files of prometheus_client, and Ray exposes metrics of its classes.
         is_seen = metric_types[Counter] is Counter and not versions.has_multiprocess_metrics()
         if is_seen and not isinstance(options.exporter, ExporterOptions):
             self._define_own(vllm_config, options)
@@ -90,7 +90,7 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
                     spec.vllm_config(vllm_config), shared, [*self._labelnames, LABEL], values
                 )
             except Exception:
-                text = "connector %r can't define its own metrics: they are missing, all others are exported"
+                text = "connector %r can't define its own metrics: they are missing, and all others are exported"
                 once(f"prom:{spec.name}", logging.ERROR, text, spec.name, exc_info=True)
             else:
                 if metrics is not None:
@@ -113,10 +113,10 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
 
     @faults.contained("read")
     def _define_own(self, vllm_config: VllmConfig, options: Options) -> None:
-        """Publish kvobs's numbers of each engine, unless an exporter shows them, and say so to the engines."""
+        """Publish kvobs's metrics of each engine, unless an exporter shows them, and inform the engines."""
         identity, models = Identity.of(vllm_config), {}
         if files.is_held(files.folder(), f"{identity.server}{files.EXPORTER}"):
-            log.info("kvobs's exporter shows the metrics: they are not at /metrics of this process")
+            log.info("kvobs's exporter serves the metrics; /metrics of this process does not")
             return
         for index, values in self.per_engine_labelvalues.items():
             models[index] = str(dict(zip(self._labelnames, values, strict=True))[signals.VLLM_LABELS[0]])
@@ -160,7 +160,9 @@ class Shown:
 
     def announce(self) -> None:
         """Let the engines know that this process shows them."""
-        with files.reported("an engine can't know that its metrics are shown here, and starts an exporter: %s"):
+        with files.reported(
+            "the engines are not informed that this process exposes their metrics, so they start an exporter: %s"
+        ):
             names = [f"{self._server}-{index}{files.COLLECTOR}" for index in self._totals]
             self._locks += [files.Lock(files.folder(), name) for name in names]
 

@@ -212,7 +212,7 @@ def make_exporter(endpoint: str | None) -> SpanExporter:
     if otlp_protocol(*variables) == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
 
-        # As vLLM does: plain text for grpc:// and http://; https:// is TLS all the same.
+        # As vLLM does: plain text for grpc:// and http://; https:// still means TLS.
         return Grpc(endpoint=endpoint, insecure=True if endpoint is not None else None)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
 

@@ -22,7 +22,7 @@ _EXPORT = signals.slot(signals.SELF_SECONDS, "export")
 _MISSED = signals.slot(signals.SPANS_DROPPED, "missed")
 T = TypeVar("T")
 Count = Callable[[Totals, int, int], None]
-"""Counts so many in a slot of an engine."""
+"""Adds this number to a slot of an engine."""
 
 
 class SpanReading:
@@ -85,7 +85,7 @@ class SpanReading:
                 yield taken
 
     def _has_place(self, n: int) -> bool:
-        """Return whether the queue has room for a group after so many spans; an empty one takes any group."""
+        """Return whether the queue has room for a group after this many spans; an empty one takes any group."""
         return self.cutter.room >= n + GROUP_AT_MOST or not (self.cutter.queued or n)
 
 

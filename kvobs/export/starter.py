@@ -1,6 +1,6 @@
 """Start the exporter of a server where its metrics are shown by no API server, and again where it has ended.
 
-The exporter needs nothing but the pages, so that it can end and begin at any time: no count changes. It is a process
+The exporter needs nothing but the pages, so it can be restarted at any time: no count changes. It is a process
 without vLLM and torch, and no child of the engine.
 """
 
@@ -73,7 +73,7 @@ class Starter:
         if self._needed is None:
             self._needed = self._ask()
             if self._needed and self._options is None:
-                log.warning("kvobs's metrics and spans are shown nowhere: %s, and kvobs.exporter is null", self._why)
+                log.warning("kvobs's metrics and spans are not exported: %s, and kvobs.exporter is null", self._why)
         if self._needed and self._options is not None:
             self._look(self._options)
         elif self._needed is not None:
@@ -90,7 +90,7 @@ class Starter:
         """Log once where the metrics are, if the configuration does not contain it."""
         if not self._is_announced and options.port is not None:
             text = (
-                "kvobs's exporter serves the metrics at %s: %s. To reach them from other machines set "
+                "kvobs's exporter serves the metrics at %s, because %s. To reach them from other machines, set "
                 "kvobs.exporter.host, or %s=0.0.0.0:%d in the environment"
             )
             url = exporter_url(options.host, options.port, options.web_config)
@@ -106,7 +106,7 @@ class Starter:
             self._ran_s = now
             return
         if self._ran_s and now >= self._start_at and self._starts <= len(BACK_OFF_S):
-            log.error("kvobs's exporter has ended. It is started again, and no count changes")
+            log.error("kvobs's exporter has exited and is being restarted. No count is lost")
         if now < self._start_at:
             return
         self._starts += 1
@@ -117,7 +117,7 @@ class Starter:
         except (OSError, subprocess.SubprocessError) as error:
             if self._starts <= len(BACK_OFF_S):
                 again_s = BACK_OFF_S[self._starts - 1]
-                log.error("kvobs's exporter can't be started: %s. It is tried again in %g s", error, again_s)
+                log.error("kvobs's exporter can't be started: %s. Retrying in %g s", error, again_s)
         self._began_s = now = time.monotonic()
         self._start_at = now + BACK_OFF_S[min(self._starts, len(BACK_OFF_S)) - 1]
 
@@ -157,13 +157,13 @@ def of_scheduler(option: ExporterOption, vllm_config: VllmConfig) -> Starter:
     if option is None:  # it may have been started by hand
         shown.append(f"{identity.server}{files.EXPORTER}")
     options = ExporterOptions() if option == "auto" else None
-    return Starter(identity.server, options, _unless_held(*shown), "no API server of vLLM shows them")
+    return Starter(identity.server, options, _unless_held(*shown), "no vLLM API server exposes them")
 
 
 def of_worker(option: ExporterOption, vllm_config: VllmConfig, page: PageWriter) -> Starter | None:
     """Return what starts an exporter on a host without EngineCore, in the process of its first rank; else None.
 
-    Where vLLM's configuration does not say what runs on which host, this is decided after the first step: by then every
+    If vLLM's configuration does not show what runs on which host, this is decided after the first step: by then every
     process of the engine has its page.
     """
     has_core, rank = versions.has_core(vllm_config), page.rank or 0
@@ -188,7 +188,7 @@ def of_worker(option: ExporterOption, vllm_config: VllmConfig, page: PageWriter)
 
 
 def _unless_held(*names: str) -> Callable[[], bool | None]:
-    """Return what returns False if one of these locks is held, and True if none was within ``AUTO_AFTER_S``."""
+    """Return a function: False if one of these locks is held, True if it was not within ``AUTO_AFTER_S``, else None."""
     began_s = time.monotonic()
 
     def ask() -> bool | None:
@@ -202,7 +202,7 @@ def _unless_held(*names: str) -> Callable[[], bool | None]:
 def _environment(package: Path = Path(__file__).parents[1]) -> dict[str, str]:
     """Return the environment in which the exporter finds kvobs, wherever this process has found it.
 
-    Python finds installed packages itself; on PYTHONPATH they would stand before its own modules.
+    Python finds installed packages itself; on PYTHONPATH they would come before the standard library.
     """
     environ = dict(os.environ)
     if package.parent.name not in ("site-packages", "dist-packages"):

@@ -100,7 +100,7 @@ def _total(counts: Sequence[int], signal: Signal, value: str = "", offset: int =
 
 
 def _gain(counts: Sequence[int]) -> dict[str, float]:
-    """Return how many loads have an estimate, even if none has, and the time that these saved less the waits."""
+    """Return how many loads have an estimate, even if it is 0, and the time that these saved less the waits."""
     estimated = _total(counts, signals.ESTIMATED_LOADS)
     gain_ns = _total(counts, signals.PREFILL_SAVED) - _total(counts, signals.LOAD_WAITED)
     return {"estimated_loads": estimated, **({"gain_ms": round(gain_ns / 1e6)} if estimated else {})}

@@ -44,8 +44,8 @@ def context(path: str) -> ssl.SSLContext:
     try:
         return _context(msgspec.yaml.decode(Path(path).read_bytes(), type=_WebConfig), Path(path).parent)
     except msgspec.DecodeError as error:
-        reason = f"{error}. Supported is tls_server_config with {', '.join(_Tls.__struct_fields__)}"
-    except (OSError, ValueError, AttributeError, KeyError) as error:  # of ssl, too, and of YAML's own tags
+        reason = f"{error}. Allowed: tls_server_config with {', '.join(_Tls.__struct_fields__)}"
+    except (OSError, ValueError, AttributeError, KeyError) as error:  # also of ssl, and of YAML's tags
         reason = str(error)
     raise UnusableError(errno.EINVAL, f"{path}: {' '.join(reason.split())}")
 
@@ -54,13 +54,15 @@ def _context(config: _WebConfig, folder: Path) -> ssl.SSLContext:
     tls, made = config.tls_server_config, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version, made.verify_mode = _VERSIONS[tls.min_version], _CLIENTS[tls.client_auth_type]
     if (made.verify_mode is ssl.CERT_NONE) != (tls.client_ca_file is None):
-        raise ValueError("client_ca_file needs a client_auth_type that verifies, and the other way round")
+        raise ValueError("client_ca_file needs a client_auth_type that verifies, and vice versa")
     for name in filter(None, (tls.cert_file, tls.key_file, tls.client_ca_file)):
         (folder / name).open("rb").close()  # errors of ssl name no file
     try:
-        made.load_cert_chain(folder / tls.cert_file, folder / tls.key_file, password="")  # asks nobody for a password
+        made.load_cert_chain(folder / tls.cert_file, folder / tls.key_file, password="")  # never prompts for a password
     except ssl.SSLError as error:
-        raise ValueError(f"cert_file and key_file must be PEM, fit, and have no password: {error}") from None
+        raise ValueError(
+            f"cert_file and key_file must be PEM, match each other, and have no password: {error}"
+        ) from None
     if tls.client_ca_file is not None:
         made.load_verify_locations(folder / tls.client_ca_file)
     return made

@@ -41,7 +41,7 @@ class Identity(NamedTuple):
 
     @property
     def server(self) -> str:
-        """Return the begin of the names of all files of its server."""
+        """Return the prefix of the names of all files of its server."""
         return self.digest(b"pages").hex()
 
 
@@ -57,7 +57,7 @@ class ConnectorInfo:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of an engine: the call it died in, if any, and an exception's class, a signal, or an exit code."""
+    """The end of an engine: the call in which it ended, if any, and an exception's class, a signal, or an exit code."""
 
     connector: str
     hook: str
@@ -107,7 +107,7 @@ class ProcessInfo:
     def to_json(self) -> bytes:
         try:
             return msgspec.json.encode(self)
-        except UnicodeEncodeError:  # a path that is no UTF-8, say
+        except UnicodeEncodeError:  # such as a path that is not UTF-8
             return json.dumps(msgspec.to_builtins(self), ensure_ascii=False).encode(errors="replace")
 
     @classmethod

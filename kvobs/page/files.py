@@ -1,8 +1,8 @@
 """Manage the folder of the pages: a private file for each process, which its process removes, or a later start.
 
 The writer of a file holds a lock on it until its process ends. So no file of a running process is removed, even if
-several engines share the folder, and a reader in another container knows that it runs. A lock without a page says that
-somebody serves an engine's numbers.
+several engines share the folder, and a reader in another container knows that it runs. A lock without a page shows that
+a process serves an engine's metrics.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def create(path: Path, begin: str, size: int) -> tuple[mmap.mmap, Callable[[], N
 def clean(path: Path, *keep: str) -> None:
     """Remove the pages and locks of ended processes, except those whose names begin so.
 
-    A server of which a process runs keeps all of them: the last numbers of a worker that was replaced, and what its
+    A server with a running process keeps all of them: the last numbers of a worker that was replaced, and what its
     exporter has left for the next one.
     """
     with private_folder(path) as opened:
@@ -170,7 +170,7 @@ def _remove_unless_held(name: str, folder: int) -> None:
 def open_page(path: Path | str, folder: int | None = None) -> int:
     """Open the file of a page to read it; FileNotFoundError if its process has ended with its memory."""
     target = ""
-    with suppress(OSError):  # it is no link
+    with suppress(OSError):  # it is not a link
         target = os.readlink(path, dir_fd=folder)
     if not _OF_PROCESS.match(target):
         return os.open(path, _TO_READ | os.O_NOFOLLOW, dir_fd=folder)

@@ -25,10 +25,10 @@ NAME = 64  # bytes of an exception's class
 # Single words, the first of a page.
 (
     ENDED,  # 1: the process ended as vLLM asked it to
-    SINCE,  # begin of a worker's step; 0: it is in none
+    SINCE,  # start of a worker's step; 0: it is in none
     STEPS,  # number of steps that have ended
     LOOKED,  # when the thread looked last
-    RAISED,  # when an exception that ends the engine last ended a call
+    RAISED,  # when an exception that crashes the engine last ended a call
     RAISED_IN,  # position of this call's marks
     RAISED_STEPS,  # number of steps that have ended once its step has
     RAISED_CLASS,
@@ -40,13 +40,13 @@ MARKS = FAN_OUTS + 2 * len(LAYER_HOOKS)
 ROW_COUNT, ROW_KEY, ROW_LENGTH, ROW_TEXT = range(4)
 ROW = 24  # words
 TEXT = (ROW - ROW_TEXT) * WORD  # bytes
-ROWS = 768  # without those of further values
+ROWS = 768  # without the rows of further values
 
 # A ring of spans: where the newest record ends and the oldest begins, in bytes written so far, and the bytes.
 RING_HEAD, RING_TAIL, RING_BYTES = range(3)
 ORDINARY, URGENT = 0, 1
 SPAN_BYTES = (384 << 10, 128 << 10)
-"""Of the rings: slow and failed spans have one of their own, so that ordinary ones never displace them."""
+"""Of the rings: slow and failed spans have a separate one, so that ordinary ones never displace them."""
 CALLS = 1 << 16
 """Calls that the ring of calls holds."""
 
@@ -56,10 +56,10 @@ VERSION = zlib.crc32(repr((5, *_FORM)).encode())
 
 
 class Layout:
-    """The positions of the words of a page with so many connectors, and so many places in its ring of calls.
+    """The positions of the words of a page with this many connectors, and this many places in its ring of calls.
 
-    ``counts`` are those of the slots from 0 on, of which there are ``slots``. The first rows of open series are of
-    further values, one for each connector and signal. ``ring`` is the ring of calls. ``words`` is the number of words.
+    ``counts`` is where the counts of the ``slots`` begin. The first rows of open series are for further values, one for
+    each connector and signal. ``ring`` is the ring of calls. ``words`` is the number of words.
     """
 
     def __init__(self, connectors: int, places: int = 0) -> None:
@@ -80,10 +80,10 @@ class Layout:
 
     @staticmethod
     def marks(child: int, hook: str) -> int:
-        """Return the position of a call's two marks: its last begin, and the latest begin of a call that ended.
+        """Return the position of a call's two marks: its last start, and the latest start of a call that ended.
 
         The call is in progress while the first is later. Of calls that overlap, on two threads or within each other,
-        the one that began last is seen. Layer hooks, called hundreds of times a step, mark their begin only.
+        the one that began last is seen. Layer hooks, called hundreds of times a step, mark only their start.
         """
         return MARKS + 2 * (child * len(HOOK_NAMES) + HOOK_NAMES.index(hook))
 

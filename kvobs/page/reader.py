@@ -28,7 +28,7 @@ class OtherVersionError(ValueError):
 
 
 class Call(NamedTuple):
-    """A call in progress since this monotonic time, or one that raised then an ``error`` that ends the engine."""
+    """A call in progress since this monotonic time, or one that raised then an ``error`` that crashes the engine."""
 
     connector: str
     hook: str
@@ -66,7 +66,7 @@ class Page:
         self.layout = at = Layout(len(self.process.engine.connectors), self.process.calls)
         begin = layout.first(description)
         if len(memory) != begin + at.words * WORD:
-            raise ValueError(f"it has {len(memory)} bytes, and not {begin + at.words * WORD}")
+            raise ValueError(f"it has {len(memory)} bytes instead of {begin + at.words * WORD}")
         self.name = path.name
         self.words = memoryview(memory)[begin:].cast("q")
         table = np.frombuffer(memory, np.int64, at.row_count * layout.ROW, begin + at.rows * WORD)
@@ -145,7 +145,7 @@ class Page:
         return calls.read(self.words[self.layout.ring :])
 
     def calls(self) -> list[Call]:
-        """Return the calls in progress, or those in which the process died."""
+        """Return the calls in progress, or the calls in which the process ended."""
         words = self.words[: self.layout.counts].tolist()
         found: dict[int, Call] = {}
         for at in range(MARKS, len(words), 2):
@@ -160,7 +160,7 @@ class Page:
         return list(found.values())
 
     def records(self) -> list[CallRecord]:
-        """Return the last calls that have ended, in the order of their begin."""
+        """Return the last calls that have ended, in the order of their start."""
         in_progress = {call.since_ns for call in self.calls()}
         found = []
         for begin_ns, spent_ns, what in self._ring():
@@ -177,7 +177,7 @@ class Page:
         return self.names[child], HOOK_NAMES[hook]
 
     def raised(self) -> Call | None:
-        """Return the last exception, if it ends the engine: no call has begun since, or no step but those it ended.
+        """Return the last exception, if it crashes the engine: no call, or no step of a worker, has begun since.
 
         A worker's step ends with calls into all connectors, even after an exception.
         """
@@ -205,12 +205,12 @@ def _map(opened: int) -> mmap.mmap:
 def _description_in(memory: mmap.mmap) -> bytes:
     """Return the description of who has written a page; ValueError if it is none."""
     if len(memory) < HEAD.size:
-        raise ValueError("it is cut off")
+        raise ValueError("it is truncated")
     magic, version, length = HEAD.unpack_from(memory)
     if magic == bytes(len(MAGIC)):
         raise ValueError("its process has not written it yet")
     if (magic, version) != (MAGIC, VERSION):
-        raise OtherVersionError("another version of kvobs has written it")
+        raise OtherVersionError("it was written by another version of kvobs")
     return memory[HEAD.size : HEAD.size + length]
 
 

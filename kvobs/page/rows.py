@@ -1,4 +1,4 @@
-"""Hold series whose label values are known at run time only: rows of text and count, of which a page has few.
+"""Hold series whose label values are known at run time only: rows of text and count. A page has few of them.
 
 A row is published by the length of its text, which is written last.
 """
@@ -33,7 +33,7 @@ class Rows:
         self._lock = Lock()
 
     def add(self, signal: Signal, child: int, values: tuple[str, ...], n: int) -> None:
-        """Add to a series, or to that of further values where there is no room for another one."""
+        """Add to a series, or to the series of further values if there is no room for another one."""
         at = self._at.get((signal, child, values))
         if at is None:
             with self._lock:

@@ -2,7 +2,7 @@
 
 A record is framed by the position at which it begins in all that was ever written, the number of spans before it, its
 length and a checksum. The writer first moves the tail past what it is about to overwrite, and the head last. A reader
-that comes too late goes on with the oldest record that is whole, and knows how many spans it has missed.
+that comes too late continues with the oldest record that is whole, and knows how many spans it has missed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _DECODE = msgspec.msgpack.Decoder(list[Record]).decode
 
 
 class SpanRing:
-    """The ring at this position in the words of a page, with room for so many bytes; callers take turns."""
+    """The ring at this position in the words of a page, with room for this many bytes; callers take turns."""
 
     def __init__(self, words: memoryview, at: int, size: int) -> None:
         self._ends = words[at : at + RING_BYTES]
         self._bytes = words.cast("B")[(at + RING_BYTES) * WORD :][:size]
         self._size = size
-        self._records = deque[tuple[int, int]]()  # begin and end of those that are whole
+        self._records = deque[tuple[int, int]]()  # begin and end of the records that are whole
         self._spans = 0
 
     def write(self, group: Sequence[Record]) -> bool:

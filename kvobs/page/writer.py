@@ -1,4 +1,4 @@
-"""Write the page of one process: marks of calls, numbers, spans, and the exception that ends the engine."""
+"""Write the page of one process: marks of calls, numbers, spans, and the exception that crashes the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FAULTS = {where: signals.slot(signals.INTERNAL_ERRORS, where) for where in sign
 
 
 class PageWriter:
-    """Writes the page of one process, of a worker or the scheduler's, as ``process`` says.
+    """Writes the page of one process, of a worker or the scheduler's, described by ``process``.
 
     The exceptions of the connectors at the positions ``contained`` are contained. ``memory`` is of zeros; None: memory
     that no other process sees. ``remove`` removes the page.
@@ -80,11 +80,11 @@ class PageWriter:
             self.words[at] = (self.words[at] + n + 2**63) % 2**64 - 2**63
 
     def set_gauge(self, slot: int, value: int) -> None:
-        """Set a gauge; of an age the time of its begin. A word of 0 is of a gauge that was never set."""
+        """Set a gauge; for an age, set the time of its start. A word of 0 is a gauge that was never set."""
         self.words[self.layout.counts + slot] = value + 1
 
     def raised(self, child: int, hook: str, error: BaseException) -> None:
-        """Note the exception of a call if it ends the engine, and log that before vLLM gets it."""
+        """Note the exception of a call if it crashes the engine, and log that before vLLM gets it."""
         if isinstance(error, STOPS) or child in self._contained or hook in SURVIVED or _was_unwinding(error):
             return
         name, words = type(error).__qualname__, self.words
@@ -93,7 +93,7 @@ class PageWriter:
         words[layout.RAISED_IN] = self.marks(child, hook)
         words[layout.RAISED_STEPS] = words[layout.STEPS] + bool(words[layout.SINCE])
         words[layout.RAISED] = perf_counter_ns()
-        text = "connector %r raised %s in %s on %s; this ends the engine"
+        text = "connector %r raised %s in %s on %s; this crashes the engine"
         connector = self.process.engine.connectors[child].name
         once(f"ends:{child}:{hook}", logging.ERROR, text, connector, name, hook, place_of(self.rank))
 
@@ -121,7 +121,7 @@ def size_of(process: ProcessInfo) -> int:
 
 
 def _was_unwinding(error: BaseException) -> bool:
-    """Return whether a call was made while another exception was on its way: vLLM ends its step after one, too."""
+    """Return whether a call was made while another exception was propagating: vLLM still ends its step then."""
     frame: FrameType | None = sys._getframe()
     callers = set()
     while frame is not None:
@@ -161,7 +161,7 @@ def describe(engine: EngineInfo, rank: int | None, *, is_native: bool = False, c
 
 
 def plain(names: Sequence[str]) -> EngineInfo:
-    """Return an engine of which only the names of its connectors are known."""
+    """Return an engine with only the names of its connectors."""
     return EngineInfo(tuple(map(ConnectorInfo, names)))
 
 
@@ -172,7 +172,7 @@ def begin(vllm_config: Any, process: ProcessInfo, contained: Collection[int] = (
     """
     memory = remove = None
     identity = Identity.of(vllm_config)
-    with files.reported("kvobs's numbers can't be shown: %s. Serving is not affected"):
+    with files.reported("kvobs's metrics can't be exported: %s. Serving is not affected"):
         path = files.folder()
         if process.rank is None:
             process = previous.noted(process, identity.server)
@@ -193,7 +193,7 @@ def look_from_thread(page: PageWriter, watch: Callable[[Callable[[], bool]], Non
 
 
 def _look(box: weakref.ref[PageWriter], leave: Callable[[], None]) -> bool:
-    """Note that the thread runs: it can't while the GIL is held. Return whether the process goes on.
+    """Note that the thread runs: it can't while the GIL is held. Return whether the process continues.
 
     If the page was forgotten its file is removed here: what the end of an object runs swallows exceptions, even a
     signal's.

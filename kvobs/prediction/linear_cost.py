@@ -67,12 +67,12 @@ class LinearCost:
         return max(line, self.floor(int(tokens)) if self._has_floor else 0.0)
 
     def floor(self, tokens: int) -> float:
-        """Return the least cost of steps with about so many tokens or fewer; 0 where there was none."""
+        """Return the least cost of steps with about this many tokens or fewer; 0 if there was none."""
         least = self._least_up_to(tokens)
         return least if 0.0 < least < inf else 0.0
 
     def knows(self, tokens: int) -> bool:
-        """Return whether there was a step with about so many tokens or fewer; with a floor only."""
+        """Return whether there was a step with about this many tokens or fewer; with a floor only."""
         return self._least_up_to(tokens) < inf
 
     def _least_up_to(self, tokens: int) -> float:
@@ -129,7 +129,7 @@ class LinearCost:
         for i in range(at, len(floors)):
             lowest = min(lowest, self._least[i])
             if floors[i] == lowest:
-                break  # the floors of larger sizes stay, too
+                break  # the floors of larger sizes also stay
             floors[i] = lowest
 
     def _clipped(self, seconds: float, expected: float) -> float:

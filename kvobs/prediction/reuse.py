@@ -7,7 +7,7 @@ all blocks before it, so its distance is at least theirs.
 
 Distances are estimated from samples, as in SHARDS (Waldspurger et al., FAST 2015), with two changes. Neighbouring
 blocks of a prefix share their fate, so one block stands for a run of them, and runs grow with the depth. And samples
-are thinned by age instead of equally: up to a distance that follows from the traffic none is missing, beyond it half of
+are thinned by age instead of equally: up to a distance that follows from the traffic all are kept, beyond it half of
 them are left whenever the distance doubles, chosen by their hashes. So a system prompt that every request has is always
 among them, and a reuse after hours is estimated from a few. What is left stands for what is not: it has a scale.
 """
@@ -31,14 +31,14 @@ _RUNS_PER_DEPTH = 8  # a run has an eighth of the blocks before it, at least one
 
 
 class Reuse(NamedTuple):
-    """The blocks of a prompt, by the smallest of the sizes of which a cache has them; the last number: of none."""
+    """The blocks of a prompt, by the smallest cache size that holds them; the last number: no size does."""
 
     blocks: list[int]
     seen: int  # how many of its blocks were used before, as far as the samples show
 
 
 class ReuseDistances:
-    """The last uses of sampled blocks; ``sizes`` are those of caches, in blocks, in ascending order.
+    """The last uses of sampled blocks; ``sizes`` are cache sizes, in blocks, in ascending order.
 
     numpy only thins: within an engine's step its code is cold, and it gives the GIL away: a sum takes 150 us.
     """
@@ -60,7 +60,7 @@ class ReuseDistances:
         self._sums = array("q", bytes(8 * _PLACES // _SPAN))  # of the weights, in spans that are full
         self._largest = sizes[-1]
         self._exact: float = sizes[-1]  # the distance up to which no sample is missing
-        self._excess = 0  # blocks that scaled samples stood for beyond those of the prompts; balanced by later prompts
+        self._excess = 0  # blocks that scaled samples stood for beyond the prompts' blocks; balanced by later prompts
 
     def observe(self, hashes: Sequence[bytes], blocks: int) -> Reuse:
         """Look up a prompt, the first ``blocks`` of these, then note its use."""
@@ -95,7 +95,7 @@ class ReuseDistances:
         return Reuse(counted, min(seen, blocks))
 
     def use(self, hashes: Sequence[bytes], first: int, end: int) -> None:
-        """Note the use of the blocks from ``first`` to ``end`` without looking them up: those of an answer."""
+        """Note the use of the blocks from ``first`` to ``end`` without looking them up: the blocks of an answer."""
         begin, end = (bisect_left(self._sampled, depth) for depth in (first, end))
         if begin < end:
             keys, places = self._places(hashes, begin, end)
@@ -117,7 +117,7 @@ class ReuseDistances:
         return ends + sum(self._sums[first:last])
 
     def _use(self, keys: array[int], runs: list[int], places: list[int | None]) -> None:
-        """Note a use of these blocks, of which the first one counts as used last."""
+        """Note a use of these blocks; the first one counts as used last."""
         weights, sums = self._weights, self._sums
         for place in places:
             if place is not None:

@@ -120,7 +120,7 @@ static inline int count(const Probe *p, const Target *t, int64_t begin, int64_t 
     return counted;
 }
 
-/* Hand an exception to `failed`, and let it go on untouched; what ends the process goes on instead. */
+/* Hand an exception to `failed`, and raise it unchanged; what ends the process is raised instead. */
 static void fail(const Target *t, int64_t begin, int64_t spent, PyObject *args) {
     PyObject *type, *error, *trace, *handled = PyErr_GetHandledException();
     PyErr_Fetch(&type, &error, &trace);
@@ -163,7 +163,7 @@ static PyObject *call_one(Calls *self, PyObject *args, PyObject *keywords) {
     return answer;
 }
 
-/* The end of one call is the begin of the next. */
+/* The end of one call is the start of the next. */
 static PyObject *call_each(Calls *self, PyObject *args, PyObject *keywords) {
     int64_t begin = now_ns(self->probe);
     for (const Target *t = self->targets, *end = t + self->n; t < end; t++) {

@@ -12,7 +12,7 @@ from kvobs.probe.recorder import SUM, CallEvent, Recorder, buckets
 from kvobs.schema.signals import LOAD_STALL, SAVE_STALL
 from kvobs.schema.spans import LAYER, LAYERS, LAYERS_DURATION, SLOWEST_LAYER, SLOWEST_LAYER_DURATION
 
-# The hooks as vLLM declares them; save_kv_layer takes keywords, too.
+# The hooks as vLLM declares them; save_kv_layer also takes keywords.
 ARGUMENTS = {"wait_for_layer_load": ("layer_name",), "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata")}
 # Where no connector implements one: with `*args` it would take twice as long.
 NOTHING: dict[str, Call] = {

@@ -32,7 +32,7 @@ _TIMES = (ctypes.c_long * 4)(0, LATE_NS, 1, 0)
 
 
 def _noting(ended: deque[tuple[int, int]]) -> Callable[[str, object], None]:
-    """Return a callback of Python's collector that notes begin and end of collections, and runs no Python code.
+    """Return a callback of Python's collector that notes start and end of collections, and runs no Python code.
 
     It reads an attribute of the phase's name, a property that takes the next item of an iterator: that reads the clock.
     """
@@ -45,13 +45,13 @@ def _noting(ended: deque[tuple[int, int]]) -> Callable[[str, object], None]:
 
 
 class Pauses:
-    """The pauses of one process; times are those of ``perf_counter_ns``.
+    """The pauses of one process; times are by ``perf_counter_ns``.
 
     ``collects`` notes a collection: a callback of Python's collector.
     """
 
     def __init__(self) -> None:
-        self._last: deque[tuple[int, int]] = deque(maxlen=AT_MOST)  # begin and end
+        self._last: deque[tuple[int, int]] = deque(maxlen=AT_MOST)  # start and end
         self._unread: deque[tuple[int, int]] = deque(maxlen=UNREAD_AT_MOST)  # collections
         self.collects = _noting(self._unread)
         self._collected_ns = self._looked_ns = 0

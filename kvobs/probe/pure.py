@@ -22,13 +22,13 @@ class Target(NamedTuple):
 
     call: Call
     begun: int
-    """Position of its marks: the last begin, and the latest begin of a call that ended."""
+    """Position of its marks: the last start, and the latest start of a call that ended."""
     histogram: int
     noticed_ns: int
     notice: Callable[[int, int, Any], int]
     """Gets begin, duration and first argument of a call longer than ``noticed_ns``; returns the duration to count.
 
-    What it or ``failed`` raises goes on to the caller if it is no ``Exception``: it may be a signal's."""
+    What it or ``failed`` raises reaches the caller if it is not an ``Exception``: it may be a signal's."""
     failed: Callable[[int, int, BaseException, Any], None]
     """Gets begin, duration, exception and first argument of a call that raised, and counts it."""
 
@@ -68,7 +68,7 @@ class Probe(Protocol):
         """Return a call of all targets, each timed: one reading of the clock ends a call and begins the next.
 
         The first of the two words at ``fan_outs`` counts the fan-outs that have ended. The second is when the last one
-        ended, by itself or by an exception: the call that began later is in progress. Keywords pass, too.
+        ended, normally or by an exception: the call that began later is in progress. Keywords also pass.
         """
 
     def waits(self, rows: tuple[Wait, ...], fan_outs: int, buckets: bytes, total: int, /) -> Waits:
@@ -93,7 +93,7 @@ class PureProbe(Probe):
 
     def note(self, begin_ns: int, spent_ns: int, what: int, /) -> None:
         words, at = self.words, self._next[0]
-        # No call stands between reading and writing where the ring goes on: it may change threads.
+        # There is no call between reading and writing the ring's position: it may change threads.
         self._next[0] = at + WORDS if at <= self._last else self._ring
         words[at], words[at + 1], words[at + 2] = begin_ns, spent_ns, what
 

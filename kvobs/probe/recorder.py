@@ -123,7 +123,7 @@ class Recorder:
 
     @contained("record")
     def set_gauge(self, child: int | None, slot: int, value: int) -> None:
-        """Set a gauge of this child, or of this process; an age's to its begin, 0 for none."""
+        """Set a gauge of this child, or of this process; an age's to its start, 0 for none."""
         self.page.set_gauge(slot if child is None else place(child, slot), value)
 
     def calls(self, child: int, hook: str) -> int:
@@ -177,7 +177,7 @@ class Recorder:
         self.count(child, signals.slot(signals.SLOW_CALLS, signals.hook_label(hook)))
         level, key, more = logging.WARNING, "slow", ". Further slow calls are only counted (kvobs_slow_calls_total)"
         if spent - self.pauses.waited_ns(start, spent) <= self.slow_ns[hook]:
-            level, key, more = logging.INFO, "starved", ", and may have waited so long for a core of this busy machine"
+            level, key, more = logging.INFO, "starved", ", possibly because the host was short of CPU"
         text = f"connector %r: %s took %.0f ms, more than slow_call_ms (%g){more}"
         once(f"{key}:{child}:{hook}", level, text, self._names[child], hook, spent / 1e6, self.slow_ns[hook] / 1e6)
 

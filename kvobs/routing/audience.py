@@ -57,7 +57,7 @@ class Audience:
         return [child for child in self._children if self._visibility[child.index].saves(request_id)]
 
     def looks_up(self, request_id: str) -> None:
-        """Note that vLLM repeats a lookup: none is open then."""
+        """Note that vLLM repeats a lookup: no lookup is open then."""
         self._open_lookups.forget(request_id)
 
     def allocate(self, request: Any, blocks: Any, computed: int, left_open: Collection[int]) -> Iterator[Child]:

@@ -92,7 +92,7 @@ class OutputView:
         """
         received: set[str] = set()
         sync: list[str] = []
-        for request in loads:  # a synchronous load ends with its step: vLLM reports it to nobody
+        for request in loads:  # a synchronous load ends with its step: vLLM does not report it
             received.add(request) if self._ledger.is_async(request) else sync.append(request)
         events, stats = output.kv_cache_events, output.kv_connector_stats
         try:
@@ -206,7 +206,7 @@ class Completions:
     observer: Observer
     next_orders: NextOrders  # receives the transfers that the workers must forget
     isolation: Isolation  # receives the isolated connectors that failed on a worker
-    offers: Offers  # those of a connector whose asynchronous load failed are not used until its request has run
+    offers: Offers  # a connector's offers are not used after its asynchronous load failed, until its request has run
     layout: CacheLayout
     ranks: int  # the number of all workers
     early: set[str] = field(default_factory=set)  # requests whose saves were all done before vLLM got the promises
@@ -218,7 +218,7 @@ class Completions:
             self._lose("get_kv_connector_kv_cache_events", events.lost)
         loads: list[str] = []
         sent: set[str] = set()
-        if meta is not None or failed_loads(output) or self.early or self.ledger.has_ended:  # as in few steps
+        if meta is not None or failed_loads(output) or self.early or self.ledger.has_ended:  # true in few steps
             if (meta := checked(meta, len(self.children), self.ranks)) is not None:
                 failed_syncs = self._record(meta, output.invalid_block_ids)
             for request_id in failed_loads(output):

@@ -53,7 +53,7 @@ class Isolation:
         # Live requests that were looked up -> whether blocks were allocated with the connector's knowledge.
         self._asked: dict[int, dict[str, bool]] = {index: {} for index in self._children}
         self._tried = dict.fromkeys(self._children, 0)  # requests looked up since the last probation began
-        self._has_loaded: set[int] = set()  # connectors of which a load was admitted
+        self._has_loaded: set[int] = set()  # connectors with an admitted load
         self._unmade: dict[int, list[str]] = {}  # requests whose allocation call raised in this step
         self._visibility = visibility
         self._ledger = ledger
@@ -145,14 +145,14 @@ class Isolation:
     def _is_quiet(self, index: int, finished: Collection[str]) -> bool:
         """Return whether a connector has nothing under way: no transfer, and no request that it knows.
 
-        Until then it must see each step: it may be saving blocks, of which it must know when they get another content.
+        Until then it must see each step: it may be saving blocks, and must know when their content changes.
         """
         transfers, hidden = self._ledger.in_flight[index], self._visibility[index].hidden
         is_idle = not transfers["load"] and not transfers["save"]
         return is_idle and hidden.issuperset(finished) and hidden.issuperset(self._ledger)
 
     def built(self, index: int, metadata: object) -> None:
-        """Fail the loads whose allocation call raised, unless the metadata built afterwards orders them all the same.
+        """Fail the loads whose allocation call raised, unless the metadata built afterwards orders them anyway.
 
         To report its end, a worker must know the request's id.
         """
@@ -169,13 +169,13 @@ class Isolation:
                 self._succeed(index, opened_ns)
 
     def saved(self, index: int, promised_ns: int) -> None:
-        """Note a promised save that has ended well; it ends the probation of a connector that never loads."""
+        """Note a promised save that succeeded; it ends the probation of a connector that never loads."""
         if index in self._states and index not in self._has_loaded:
             self._succeed(index, promised_ns)
 
     def _succeed(self, index: int, began_ns: int) -> None:
         if self._states[index].succeed(began_ns):
-            text = "probation of connector %r is over, by a good transfer: %d requests were looked up in it"
+            text = "connector %r left probation after a successful transfer; %d requests were looked up in it"
             log.info(text, self._children[index].name, self._tried[index])
 
     def _look(self, index: int) -> bool:
@@ -185,7 +185,7 @@ class Isolation:
             self._tried[index] = 0
             self._reviews.append((now, index))
             self._observer.readmitted(index)
-            text = "connector %r is enabled again on probation: it receives the requests that arrive from now on"
+            text = "connector %r left quarantine and is on probation: it receives the requests that arrive from now on"
             log.info(text, self._children[index].name)
         return not state.is_out
 
@@ -228,7 +228,7 @@ class Isolation:
         if loads or saves:
             text = (
                 "connector %r has not reported %d loads and %d saves %.3g s after it failed: the loads count as "
-                "failed, the blocks of the saves are released"
+                "failed, and the blocks of the saves are released"
             )
             log.warning(text, self._children[index].name, loads, saves, GIVE_UP_NS / 1e9)
 

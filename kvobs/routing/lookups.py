@@ -1,6 +1,6 @@
 """Look requests up in the connectors, let the load policy choose, and announce what each answered.
 
-Where an option says not to wait, a lookup is left open: it is repeated until the connector answers.
+Where an option limits the wait, a lookup is left open: it is repeated until the connector answers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Silence(Enum):
 
     NOT_ASKED = auto()
     WAITED_FOR = auto()  # "not yet"
-    LEFT_OPEN = auto()  # "not yet", and the lookup goes on without it
+    LEFT_OPEN = auto()  # "not yet", and the lookup continues without it
 
 
 _NOT_ASKED, _WAITED_FOR, _LEFT_OPEN = _Silence  # members are slow to access
@@ -80,7 +80,7 @@ class Offers:
 
     ``waited_for`` has the lookups that requests wait for, by the connector that has not answered yet.
 
-    ``isolation`` decides which children are asked, and whose answers count; None if none is isolated. Synchronous
+    ``isolation`` decides which children are asked, and whose answers count; None without isolated children. Synchronous
     offers are not used of the children in ``async_only``, and of one that does not see the request, by ``visibility``.
     """
 
@@ -159,7 +159,7 @@ class Offers:
         return best
 
     def _weighed(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> tuple[list[Offer], list[Offer]]:
-        """Return the offers that count, and those of them that may be loaded from."""
+        """Return the offers that count, and the ones that may be loaded from."""
         offers, usable = [], []
         for child, answer in enumerate(answers):
             if isinstance(answer, _Silence) or child in asked.banned or self._is_discarded(child, request_id):
@@ -187,7 +187,7 @@ class Offers:
                     self._waited_for[child].end(request_id)
             elif isinstance(answer, tuple):
                 self._announce_answer(request_id, asked, child, answer[0])
-            elif asked.pending_since.pop(child, None) is not None:  # not asked any more: nobody waits for it
+            elif asked.pending_since.pop(child, None) is not None:  # no longer asked: no request waits for it
                 self._waited_for[child].end(request_id)
 
     def _announce_answer(self, request_id: str, asked: _Asked, child: int, tokens: int) -> None:
@@ -214,7 +214,7 @@ class Offers:
         """Return whether a synchronous offer of this child is not used."""
         if child in self._async_only:
             text = (
-                "connector %r is isolated and offers a synchronous load: it is not used, because after a failed load "
+                "connector %r is isolated and offers a synchronous load. The load is not used: if it failed, its "
                 "unfilled blocks would be saved or computed on. Such offers are counted as unused "
                 "(kvobs_unused_offers_total)"
             )
@@ -285,8 +285,8 @@ class OpenLookups:
     """The open lookups of all live requests, repeated until the connector answers; then it is given 0 tokens.
 
     A connector that gets 0 tokens before it has answered keeps the locks of its lookup (LMCache: until a TTL of ten
-    minutes). It never sees the request as scheduled, since it knows none of its blocks. This is the only call that
-    kvobs makes and vLLM does not, and only if an option says not to wait.
+    minutes). It never sees the request as scheduled, because it does not know its blocks. This is the only call that
+    kvobs makes and vLLM does not, and only if an option limits the wait.
     """
 
     def __init__(

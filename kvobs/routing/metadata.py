@@ -27,7 +27,7 @@ class LoadOrder(NamedTuple):
     """A load that vLLM admitted in this step, for the workers.
 
     ``blocks`` are the ids of the blocks that the load fills, per KV cache group; ``note`` is an annotator's. ``hit_by``
-    are isolated children that offered tokens, too: they may load them without having been chosen.
+    are isolated children that also offered tokens: they may load them without having been chosen.
     """
 
     child: int
@@ -38,13 +38,13 @@ class LoadOrder(NamedTuple):
 
 
 class Sealed(NamedTuple):
-    """An isolated connector's part of a message, pickled by itself so that it can fail alone; None: it has failed."""
+    """An isolated connector's part of a message, pickled separately so that it can fail alone; None: it has failed."""
 
     pickled: bytes | None
 
 
 def sealed(parts: Sequence[Any], isolated: Collection[int]) -> tuple[Any, ...]:
-    """Return the parts with those of isolated children sealed."""
+    """Return the parts, with the parts of isolated children sealed."""
     return tuple([_seal(i, part) if i in isolated and part is not None else part for i, part in enumerate(parts)])
 
 
@@ -151,7 +151,7 @@ class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
 
 
 class IsolatingMetadata(MultiKVConnectorMetadata):
-    """The same where connectors are isolated: each one's part is pickled by itself, so that it can fail alone."""
+    """The same where connectors are isolated: each one's part is pickled separately, so that it can fail alone."""
 
     def __getstate__(self) -> dict[str, Any]:
         states = self.isolated.states if self.isolated is not None else ()
@@ -234,9 +234,9 @@ def checked(meta: object, children: int, ranks: int) -> MultiKVConnectorWorkerMe
     for report in meta.reports:
         if not (0 <= report.child < children and 0 <= report.rank < ranks and type(report.kind) is ReportKind):
             raise ValueError(
-                f"a worker's report can't be of this engine: {report!r:.200}; allowed: connectors 0 to {children - 1}, "
-                f"ranks 0 to {ranks - 1}, kinds {', '.join(ReportKind.__members__)}. All must run the same version of "
-                "kvobs"
+                f"a worker's report can't belong to this engine: {report!r:.200}; allowed: connectors 0 to "
+                f"{children - 1}, ranks 0 to {ranks - 1}, kinds {', '.join(ReportKind.__members__)}. All must run the "
+                "same version of kvobs"
             )
     return meta
 

@@ -315,7 +315,7 @@ def finish_all(
                 listed = ", ".join(f"{key!r} (from {owners[key]!r} and {child.name!r})" for key in clashes)
                 raise RuntimeError(
                     f"two connectors return the same key of kv_transfer_params: {listed}. A client can't distinguish "
-                    "them; configure one of them only"
+                    "them; configure only one of them"
                 )
             owners.update(dict.fromkeys(params, child.name))
             merged = {**(merged or {}), **params}

@@ -33,8 +33,8 @@ class Visibility:
     """The requests hidden from one connector.
 
     ``hidden``: never visible to it. ``dropped``: it knows them, and sees only their end. ``withheld``: it knows them,
-    and still gets lookups and allocations, so that its own state stays correct. None of them is shown as scheduled, so
-    that it saves nothing more of them.
+    and still gets lookups and allocations, so that its own state stays correct. They are not shown as scheduled, so it
+    saves nothing more of them.
 
     ``tainted``: dropped or withheld requests of which it may know blocks that they no longer have. The scheduler's
     output does not report their end either, since some connectors save the rest of a request there

@@ -138,7 +138,7 @@ class WorkerSide:
         self._loads.update(orders.loads)
         self._returned.difference_update(orders.loads)
         self._note_begin(orders)
-        for save in orders.saved:  # some of them promised in this step, too
+        for save in orders.saved:  # some of them were promised in this same step
             self._began.pop(save, None)
 
     def _note_begin(self, orders: Orders) -> None:
@@ -247,7 +247,7 @@ class WorkerSide:
         if self.gates is not None and self._meta is not None:
             for request, load in self.gates.failed_sync_loads(self._meta):
                 self._failed_syncs.add(request)
-                passed_on |= _blocks_of(load) if self.ids_are_unique else set()  # or vLLM ends the engine
+                passed_on |= _blocks_of(load) if self.ids_are_unique else set()  # or vLLM crashes
             for _, load in self.gates.overwritten(self._resumed):
                 passed_on |= _blocks_of(load) if self.ids_are_unique else set()
         return passed_on
@@ -274,8 +274,8 @@ class WorkerSide:
                 self._report(child, ReportKind.HOLED, (request,))
         if unknown := bad - known:
             may_raise = self.ids_are_unique or child.gate is None  # vLLM, with several KV cache groups
-            outcome = "passed on to vLLM" if may_raise else "ignored, since vLLM would end the engine"
-            text = "connector %r reported load errors of blocks of no open load (such as %s); %s"
+            outcome = "passed on to vLLM" if may_raise else "ignored, because vLLM would crash the engine"
+            text = "connector %r reported load errors for blocks that belong to no open load (such as %s); they are %s"
             once(f"blocks:{child.name}", logging.WARNING, text, child.name, sorted(unknown)[:4], outcome)
             passed_on |= unknown if may_raise else set()
         return passed_on
@@ -393,7 +393,8 @@ def _foreign(meta: object) -> TypeError:
 def agreed(values: Sequence[Any]) -> Any:
     """Return one value for several children's: sets united, and dicts joined without entries that two of them dispute.
 
-    As in vLLM's router a disputed entry is nobody's. Other values must be equal; else the first one's type, empty.
+    As in vLLM's router, a disputed entry belongs to no connector. Other values must be equal; else
+    the result is the first one's type, empty.
     """
     first, *others = values
     if isinstance(first, set):

@@ -119,7 +119,7 @@ class WorkerGates:
         ]
 
     def finished(self, index: int, finished: set[str]) -> set[str]:
-        """Return the finished requests for a connector, including those of skipped steps."""
+        """Return the finished requests for a connector, including the requests of skipped steps."""
         gate = self._gates.get(index)
         if gate is not None and gate.closed is _STEP:
             self._unreported.setdefault(index, set()).update(finished)

@@ -1,6 +1,6 @@
 """Read the options under ``kv_connector_extra_config.kvobs``.
 
-Every mistake is reported at once, each with the JSON path, what was found, and what is allowed.
+Every error is reported at once, each with the JSON path, what was found, and what is allowed.
 """
 
 import logging
@@ -28,14 +28,14 @@ STOCK_VARIABLE = "KVOBS_STOCK"
 """Names the parts of vLLM that kvobs is not to replace, separated by commas."""
 STOCK = ("aggregator", "block_copy")
 RESERVED_NAME = "kvobs"  # kvobs's entry in the stats payload
-_LISTED_AT_MOST = 15  # mistakes
+_LISTED_AT_MOST = 15  # errors
 _ON = {"1", "true", "yes", "on"}
 _OFF = {"", "0", "false", "no", "off"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,63}")
 
 
 class ConfigError(ValueError):
-    """The connector configuration has mistakes; the message lists them, one per line."""
+    """The connector configuration has errors; the message lists them, one per line."""
 
     def __init__(self, mistakes: Iterable[Finding]) -> None:
         self.mistakes = tuple(mistakes)
@@ -44,7 +44,7 @@ class ConfigError(ValueError):
     def __str__(self) -> str:
         listed = [str(mistake) for mistake in self.mistakes[:_LISTED_AT_MOST]]
         if len(self.mistakes) > _LISTED_AT_MOST:
-            listed.append(f"{len(self.mistakes) - _LISTED_AT_MOST} more mistakes; kvobs check lists all")
+            listed.append(f"{len(self.mistakes) - _LISTED_AT_MOST} more errors; kvobs check lists all")
         text = listed[0] if len(listed) == 1 else "".join(f"\n- {mistake}" for mistake in listed)
         return f"kvobs can't start with this --kv-transfer-config: {text}"
 
@@ -74,7 +74,7 @@ def read(extra_config: Mapping[str, Any]) -> Configuration:
     """Check ``kv_connector_extra_config`` and return the options and the children's names.
 
     Raises:
-        ConfigError: with every mistake found, each with its JSON path.
+        ConfigError: with every error found, each with its JSON path.
     """
     configuration, mistakes = validate(extra_config)
     if mistakes:
@@ -83,7 +83,7 @@ def read(extra_config: Mapping[str, Any]) -> Configuration:
 
 
 def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Finding]]:
-    """Return the options and the children's names, and the mistakes; an option with a mistake has its default."""
+    """Return the options and the children's names, and the errors; an invalid option has its default."""
     mistakes: list[Finding] = []
     configured = _configured_connectors(extra_config, mistakes)
     raw = extra_config.get("kvobs", {})
@@ -105,7 +105,7 @@ def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Findi
 
 
 _CORRECT = "use an allowed value, or remove the option"
-_NOT_SHOWN = ("[key]", "[auto]", "[options]", "[never]")  # parts of pydantic's paths that are none of the configuration
+_NOT_SHOWN = ("[key]", "[auto]", "[options]", "[never]")  # parts of pydantic's paths, not of the configuration
 _UNSET = "use an allowed value, or unset the variable"
 
 
@@ -121,7 +121,7 @@ def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[Findi
         return []
     if len(connectors) > CONNECTORS_AT_MOST:
         found, allowed = f"found {len(connectors)} connectors", f"at most {CONNECTORS_AT_MOST}"
-        mistakes.append(Finding(path, found, allowed, "remove the others: their numbers could not be sent"))
+        mistakes.append(Finding(path, found, allowed, "remove the others"))
     configured = []
     for i, connector in enumerate(connectors):
         configured.append(str(i))
@@ -212,7 +212,7 @@ def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[Findi
 
 
 def _unknown_names(raw: Any, names: list[str]) -> Iterator[Finding]:
-    """Yield each name of no connector; also in an option that has another mistake."""
+    """Yield each name of no connector; also in an option that has another error."""
     for option in ("isolate", "min_tokens", "link_gbps") if names else ():
         path, given = f"{PATH}.kvobs.{option}", raw.get(option) if isinstance(raw, Mapping) else None
         for i, name in enumerate(given if isinstance(given, list | tuple | Mapping) else ()):

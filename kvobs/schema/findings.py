@@ -1,4 +1,4 @@
-"""A mistake or a warning about a configuration, in parts, and its text: one form for the start and `kvobs check`."""
+"""An error or a warning about a configuration, in parts, and its text: one form for startup and `kvobs check`."""
 
 import difflib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _SHOWN_AT_MOST = 80  # characters of a wrong value
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One mistake or warning, or what `kvobs check` does not know of a configuration."""
+    """One error or warning, or what `kvobs check` does not know of a configuration."""
 
     path: str  # a JSON path, or the names of command line options
     found: str  # what is there, or the problem with it, as a phrase
@@ -31,7 +31,7 @@ class Finding:
 
 
 def unknown(kind: str, path: str, key: str, known: Sequence[str], otherwise: str) -> Finding:
-    """Return the mistake of an unknown key; the fix is the known key that is most like it, if one is."""
+    """Return the error of an unknown key; the fix is the most similar known key, if there is one."""
     close = difflib.get_close_matches(key, known, 1, cutoff=0.75)
     return Finding(path, f"unknown {kind}", ", ".join(map(repr, known)), f"use {close[0]!r}" if close else otherwise)
 

@@ -42,8 +42,9 @@ class TracingOptions(_Strict):
 
     level: Literal["off", "requests", "calls"] | None = Field(
         default=None,
-        description="`requests`: writes spans of sampled requests, and of everything slow or failed; `calls`: also "
-        "of every call into every connector; `off`: writes none; default: `requests` if there is an OTLP endpoint",
+        description="`requests`: writes spans for sampled requests, and for everything slow or failed; `calls`: also "
+        "for every call into every connector; `off`: writes no spans; default: `requests` if an OTLP endpoint is "
+        "configured",
     )
     propagate: StrictBool = Field(
         default=False,
@@ -56,19 +57,19 @@ class VerifyOptions(_Strict):
 
     share: Annotated[float, Field(gt=0, le=1, strict=True)] | None = Field(
         default=None,
-        description="compares this share of the blocks that connectors load with the bytes that vLLM computed for the "
-        "same tokens; 0.01 costs little, 1 finds every wrong block; `null`: none",
+        description="compares this share of the blocks that connectors load with the bytes that vLLM computed for "
+        "the same tokens; 0.01 costs little, 1 finds every wrong block; `null`: compares none",
     )
     fail: StrictBool = Field(
         default=False,
-        description="lets an asynchronous load with a wrong block fail, so that vLLM (0.30 and newer) computes its "
-        "tokens; the receipt of a load with sampled blocks waits for the comparison. Needs `share`, and "
+        description="fails an asynchronous load with a wrong block, so that vLLM (0.30 and newer) recomputes its "
+        "tokens; a load with sampled blocks completes only after the comparison. Needs `share`, and "
         "`kv_load_failure_policy` `recompute` at the top level",
     )
 
 
 class ExporterOptions(_Strict):
-    """The options of the exporter, a process beside the engines of a server."""
+    """The options of the exporter, a separate process next to the engines of a server."""
 
     port: Annotated[int, Field(ge=1, le=65535, strict=True)] | None = Field(
         default=9464,
@@ -76,15 +77,15 @@ class ExporterOptions(_Strict):
         "serves nothing, and needs `otlp_metrics`",
     )
     host: Annotated[StrictStr, Field(min_length=1)] = Field(
-        default="127.0.0.1", description="listens on this address; `0.0.0.0`: on all of this machine"
+        default="127.0.0.1", description="listens on this address; `0.0.0.0`: on all addresses of this machine"
     )
     web_config: Annotated[StrictStr, AfterValidator(_absolute)] | None = Field(
         default=None,
-        description="serves by HTTPS with the `tls_server_config` of this file, in the format of Prometheus's "
-        "exporters; it can ask clients for certificates",
+        description="serves HTTPS with the `tls_server_config` of this file, in the format of Prometheus exporters; "
+        "it can require client certificates",
     )
     otlp_metrics: StrictBool = Field(
-        default=False, description="also sends the metrics by OTLP, as the OTEL_EXPORTER_OTLP_* variables say"
+        default=False, description="also sends the metrics by OTLP, as the OTEL_EXPORTER_OTLP_* variables configure it"
     )
 
     @model_validator(mode="after")
@@ -126,20 +127,21 @@ class Options(_Strict):
     wait_for: Literal["all", "earlier"] = Field(
         default="all",
         description="`all`: a lookup waits for the answers of all connectors, as in vLLM's own MultiConnector; "
-        "`earlier`: only for those of connectors before the first with a hit. A connector that answers later does "
-        "not save that request, and does not load it within a step",
+        "`earlier`: it waits only for connectors listed before the first one with a hit. A connector that "
+        "answers later neither saves that request nor loads it within a step",
     )
     lookup_timeout_ms: Positive | None = Field(
         default=None,
-        description="limits how long a connector may answer 'not yet'; after that another one may load, and this "
-        "one does not save that request, and does not load it within a step",
+        description="limits how long a connector may answer 'not yet'; after that another connector may load the "
+        "request, and this one neither saves it nor loads it within a step",
     )
     slow_call_ms: Positive = Field(
-        default=100, description="counts and traces longer calls into a connector as slow, and logs the first"
+        default=100, description="counts and traces longer calls into a connector as slow, and logs the first one"
     )
     slow_load_ms: Positive = Field(
         default=1000,
-        description="traces longer loads, even if their request is not sampled; logs the first, and that they are many",
+        description="traces longer loads, even if their request is not sampled; logs the first one, and a warning "
+        "when there are many",
     )
     stuck_after_s: Positive = Field(
         default=60,
@@ -148,15 +150,17 @@ class Options(_Strict):
     )
     link_gbps: Mapping[StrictStr, Positive] = Field(
         default={},
-        description="states the speed of the links that a connector loads over, by its name: in Gbit/s, as of a NIC, "
-        "of all ranks of an engine together. Boards and an alert compare loads with it; nothing else reads it",
+        description="states the speed of the links that a connector loads over, by its name: in Gbit/s, like a NIC, "
+        "for all ranks of an engine together. Dashboards and an alert compare loads with it; it has no other "
+        "effect",
     )
     isolate: tuple[StrictStr, ...] = Field(
         default=(),
-        description="names best-effort connectors: one that fails goes into quarantine (it gets no new requests "
-        "for a while) instead of ending the engine. A request whose load it may have begun waits up to 10 s, then it "
-        "is looked up in the others, or computed. Needs `kv_load_failure_policy` `recompute` at the top level. "
-        "Their synchronous loads are used only if no other connector saves",
+        description="names best-effort connectors: a connector that fails goes into quarantine (it gets no new "
+        "requests for a while) instead of crashing the engine. A request whose load it may have started waits up "
+        "to 10 s, then it is looked up in the other connectors, or computed. Needs `kv_load_failure_policy` "
+        "`recompute` at the top level. Synchronous loads of these connectors are used only if no other connector "
+        "saves",
     )
     isolate_slow_ms: Positive = Field(
         default=1000,
@@ -166,17 +170,18 @@ class Options(_Strict):
     verify: VerifyOptions = Field(default=VerifyOptions(), description="comparison of loaded bytes")
     report: StrictBool = Field(
         default=False,
-        description="writes into the response's `kv_transfer_params.kvobs` which connector loaded how many tokens: "
-        'for clients that ask with `{"kvobs": {"report": true}}` there',
+        description="writes into the response's `kv_transfer_params.kvobs` which connector loaded how many tokens, "
+        'for clients that request it with `{"kvobs": {"report": true}}` there',
     )
     request_log: Annotated[StrictStr, AfterValidator(_log_output)] | None = Field(
         default=None,
-        description="appends the same as a JSON line for each finished request to this file, or to `stderr`",
+        description="appends the same report as a JSON line for each finished request to this file, or to `stderr`",
     )
     exporter: ExporterOption = Field(
         default="auto",
-        description="a process that serves metrics and exports spans instead of vLLM's API server; `auto`: where no "
-        "such server shows them 20 s after the engine's start; `{}`: always, with its defaults; `null`: never",
+        description="a separate process that serves metrics and exports spans instead of vLLM's API server; `auto`: "
+        "starts it if no such server exposes them 20 s after the engine's start; `{}`: always starts it, with "
+        "its defaults; `null`: never starts it",
     )
 
     @property
@@ -186,7 +191,7 @@ class Options(_Strict):
 
 
 GONE = {
-    "reset_after_failed_sync_load": "remove it. After a failed synchronous load clear the caches of the connectors "
-    "that the log names; kv_load_failure_policy 'fail' at the top level keeps its request from a wrong answer",
+    "reset_after_failed_sync_load": "remove it. After a failed synchronous load, clear the caches of the connectors "
+    "that the log names; kv_load_failure_policy 'fail' at the top level prevents a wrong answer of its request",
 }
 """Options of earlier versions -> what to do instead."""

@@ -1,7 +1,7 @@
 """The table of kvobs's metrics: name, kind, help, labels and their closed sets of values, bucket bounds.
 
 The recorder counts by slot, each a word of its process's page, and whoever serves the metrics reads these words: both
-by this table. All metrics also have vLLM's own labels (``model_name``, ``engine``), and those of a child the label
+by this table. All metrics also have vLLM's own labels (``model_name``, ``engine``), and a child's metrics the label
 ``connector``, the child's name. Durations are nanoseconds inside kvobs, seconds in Prometheus.
 """
 
@@ -77,7 +77,7 @@ class Signal:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether its buckets are those of requests' durations."""
+        """Whether it uses the buckets of requests' durations."""
         return self.bounds is _REQUEST_BOUNDS
 
     @property
@@ -158,8 +158,8 @@ SLOW_CALLS = Signal(
 )
 LOOKUPS = Signal(
     "kvobs_lookups_total",
-    "Lookups by outcome, each once per request, however often vLLM repeats the lookup; late answers are counted, too. "
-    "not_read: vLLM asks and ignores the answer, as for prompt_logprobs and pooling.",
+    "Lookups by outcome, each counted once per request, however often vLLM repeats the lookup; late answers are also "
+    "counted. not_read: vLLM asks and ignores the answer, as for prompt_logprobs and pooling.",
     {"outcome": ("hit", "miss", "pending", "timeout", "not_read")},
 )
 LOOKUP_DELAY = Signal(
@@ -176,20 +176,19 @@ ADMITTED_TOKENS = Signal(
 )
 HIT_TOKENS = Signal(
     "kvobs_hit_tokens_total",
-    "Tokens that vLLM decided to load, by the tier that the connector has them in; unspecified: it does not say. Not "
-    "counted after a preemption, without vLLM's stat logging, and before vLLM 0.33 (tokens).",
+    "Tokens that vLLM decided to load, by the tier in which the connector holds them; unspecified: it does not "
+    "report a tier. Not counted after a preemption, without vLLM's stat logging, and before vLLM 0.33 (tokens).",
     {"source": ("host", "p2p", "disk", "unspecified")},
 )
 UNUSED_HIT_TOKENS = Signal(
     "kvobs_unused_hit_tokens_total",
-    "Tokens offered and not loaded (tokens), by reason: other_chosen, lost to a shorter offer, that "
-    "of the chosen connector; "
-    "below_minimum, in an offer below min_tokens; declined by kvobs; not_taken by vLLM; not_allocated, the request "
-    "ended before; aborted, it ended during the load.",
+    "Tokens offered but not loaded (tokens), by reason: other_chosen, beyond the shorter offer of the connector that "
+    "was chosen; below_minimum, in an offer below min_tokens; declined by kvobs; not_taken by vLLM; not_allocated, "
+    "the request ended before the load; aborted, it ended during the load.",
     {"reason": ("other_chosen", "below_minimum", "declined", "not_taken", "not_allocated", "aborted")},
 )
 UNUSED_OFFERS = Signal(
-    "kvobs_unused_offers_total", "Requests for which the connector offered tokens and was not chosen."
+    "kvobs_unused_offers_total", "Requests for which the connector offered tokens but was not chosen."
 )
 LOADS = Signal(
     "kvobs_loads_total",
@@ -204,22 +203,22 @@ LOAD_DURATION = Signal(
 )
 PEER_LOADS = Signal(
     "kvobs_peer_loads_total",
-    "Finished loads from other engines, by outcome and by the host and port that kv_transfer_params name: the first 32 "
-    "of a process, all others as _OTHER.",
+    "Finished loads from other engines, by outcome and by the host and port that kv_transfer_params name: the first "
+    "32 peers of a process, and _OTHER for all others.",
     {"peer": OPEN, "outcome": OPEN},
 )
 PEER_LOAD_SECONDS = Signal(
-    "kvobs_peer_load_seconds_total", "Duration of the successful ones of those loads.", {"peer": OPEN}
+    "kvobs_peer_load_seconds_total", "Duration of successful loads from other engines.", {"peer": OPEN}
 )
 LOAD_RESUME_DELAY = Signal(
     "kvobs_load_resume_delay_seconds",
     "Time from the end of an async load on all ranks to the step that schedules its request.",
     bounds=_REQUEST_BOUNDS,
 )
-LOAD_TOKENS = Signal("kvobs_load_tokens_total", "Tokens loaded, without failed loads (tokens).")
+LOAD_TOKENS = Signal("kvobs_load_tokens_total", "Tokens loaded, excluding failed loads (tokens).")
 LOAD_BYTES = Signal(
     "kvobs_load_bytes_total",
-    "Bytes of the KV cache blocks that loads have filled in all layers, over all ranks (bytes).",
+    "Bytes of the KV cache blocks that loads filled in all layers, over all ranks (bytes).",
 )
 PREFILL_SAVED = Signal(
     "kvobs_prefill_saved_seconds_total", "Estimated time of computing the loaded tokens, for loads with an estimate."
@@ -230,11 +229,12 @@ LOAD_WAITED = Signal(
 )
 ESTIMATED_LOADS = Signal(
     "kvobs_estimated_loads_total",
-    "Loads with an estimate of the time of computing their tokens: saved and waited time are of these.",
+    "Loads with an estimate of the time that computing their tokens would take; saved and waited time cover these "
+    "loads.",
 )
 LOADS_SLOWER = Signal(
     "kvobs_loads_slower_than_computing_total",
-    "Loads with an estimate that requests waited for longer than computing would have taken.",
+    "Loads with an estimate for which requests waited longer than computing would have taken.",
 )
 LOAD_STALL = Signal(
     "kvobs_load_stall_seconds",
@@ -251,7 +251,7 @@ FAILED_SYNC_LOADS = Signal(
 )
 SAVES = Signal(
     "kvobs_saves_total",
-    "Promised saves that have ended, by outcome; ok: reported by the connector, which does not say that they were "
+    "Promised saves that have ended, by outcome; ok: reported by the connector, which does not prove that they were "
     "stored or read; abandoned: not reported by a connector in quarantine.",
     {"outcome": ("ok", "abandoned")},
 )
@@ -265,12 +265,14 @@ SAVE_STALL = Signal(
 )
 IN_FLIGHT = Signal(
     "kvobs_in_flight",
-    "Lookups that requests wait for, loads, and promised saves; resume: loaded requests that are not scheduled yet.",
+    "Lookups that requests wait for, loads, and promised saves in progress; resume: loaded requests that are not "
+    "scheduled yet.",
     {"kind": _WAITS},
 )
 OLDEST_IN_FLIGHT = Signal(
     "kvobs_oldest_in_flight_seconds",
-    "Age of the oldest of those, of a lookup since its first 'not yet'; 0 without any. It grows while an engine hangs.",
+    "Age of the oldest item in kvobs_in_flight, for a lookup since its first 'not yet'; 0 if there is none. It grows "
+    "while an engine hangs.",
     {"kind": _WAITS},
 )
 HELD_TOKENS = Signal(
@@ -280,7 +282,7 @@ HELD_TOKENS = Signal(
 )
 RANK_SKEW = Signal(
     "kvobs_rank_skew_seconds",
-    "Time that the slowest rank took longer than the quickest for a load or promised save, each by its own clock.",
+    "How much longer the slowest rank took than the fastest for a load or promised save, each by its own clock.",
     {"kind": _TRANSFERS},
     _SKEW_BOUNDS,
 )
@@ -294,14 +296,15 @@ STUCK_TRANSFERS = Signal(
 )
 STRAY_REPORTS = Signal(
     "kvobs_stray_reports_total",
-    "Reports about a load or save that the connector does not own. An end is ignored; a failure, or bad blocks, count "
+    "Reports about a load or save that the connector does not own. An end is ignored; a failure or bad blocks count "
     "for the load that is open.",
     {"kind": ("load", "failure", "save", "blocks")},
 )
 VERIFIED_BLOCKS = Signal(
     "kvobs_verified_blocks_total",
-    "Loaded blocks compared with those computed for the same tokens, over the ranks of a host; unknown: computed "
-    "elsewhere, long ago, or not comparable; lossy: only near. Counted with the option verify.share.",
+    "Loaded blocks compared with the blocks computed for the same tokens, over the ranks of a host; unknown: "
+    "computed elsewhere, long ago, or not comparable; lossy: close but not equal. Counted with the option "
+    "verify.share.",
     {"outcome": ("match", "lossy", "mismatch", "unknown")},
 )
 CORRUPT_BLOCKS = Signal(
@@ -313,13 +316,14 @@ QUARANTINES = Signal(
 )
 KV_EVENTS = Signal(
     "kvobs_kv_events_total",
-    "KV cache events of the connector passed on to vLLM, which publishes them; removed: also of a cleared cache.",
+    "KV cache events of the connector that kvobs passed on to vLLM, which publishes them; removed includes a cleared "
+    "cache.",
     {"type": ("stored", "removed"), "medium": ("cpu", "storage", "other")},
 )
 SAVE_TOKENS = Signal(
     "kvobs_save_tokens_total",
-    "Tokens that the connector has stored in a medium, by its KV cache events: not there where these are off, or do "
-    "not say it (tokens).",
+    "Tokens that the connector stored in a medium, according to its KV cache events; absent if these are off or do "
+    "not report it (tokens).",
     {"medium": KV_EVENTS.labels["medium"]},
 )
 BLOCK_COPY_DURATION = Signal(
@@ -340,51 +344,53 @@ CONNECTOR_INFO = Signal(
 )
 LINK_SPEED = Signal(
     "kvobs_link_bytes_per_second",
-    "Speed of the connector's links, as the option link_gbps says; not there without it (bytes).",
+    "Speed of the connector's links from the option link_gbps; absent without it (bytes).",
     {"connector": OPEN},
     scope=Scope.OUTSIDE,
 )
 CAPACITY_TOKENS = Signal(
     "kvobs_capacity_tokens",
-    "Size of the connector's store, if its options state it, and all layers have full attention (tokens).",
+    "Size of the connector's store, if its options state it and all layers use full attention (tokens).",
 )
 ESTIMATE_PREFILLS = Signal(
     "kvobs_estimate_prefills_total",
-    "Steps with prefills that the estimate of computing has learned from: while they are few, no load has an estimate.",
+    "Steps with prefills from which the estimate of computing time has learned; while there are few, no load has an "
+    "estimate.",
     scope=Scope.PROCESS,
 )
 STEP_SECONDS = Signal(
     "kvobs_step_seconds_total",
-    "Duration of the steps compared with an estimate: those that prefill, without a sync load or an encoder's input, "
-    "and a part of those that only decode. While it stands still, the engine computes nothing.",
+    "Duration of the steps used to check the estimate: prefill steps without sync loads or encoder input, and a "
+    "sample of decode-only steps. While it does not grow, the engine computes nothing.",
     scope=Scope.PROCESS,
 )
 REUSE_DISTANCE = Signal(
     "kvobs_reuse_distance_tokens",
-    "Prompt tokens in full blocks, by the distinct tokens used since their last use, with themselves: an LRU cache of "
-    "that size has them; +Inf: first used now, or very long ago. An estimate; the sum is not counted (tokens).",
+    "Prompt tokens in full blocks, by the number of distinct tokens used since their last use, including themselves: "
+    "an LRU cache of that size would hold them; +Inf: used for the first time, or last used very long ago. An "
+    "estimate; the sum is not counted (tokens).",
     bounds=_REUSE_BOUNDS,
     scope=Scope.PROCESS,
 )
 LOADABLE_TOKENS = Signal(
     "kvobs_loadable_tokens_total",
-    "Prompt tokens in full blocks that were used before, and that vLLM's own cache no longer has: a connector that "
-    "stores all prompts does. An estimate (tokens).",
+    "Prompt tokens in full blocks seen before and since evicted from vLLM's own cache: the most that a connector "
+    "storing every prompt could serve. An estimate (tokens).",
     scope=Scope.PROCESS,
 )
 PROMPT_TAIL_TOKENS = Signal(
     "kvobs_prompt_tail_tokens_total",
-    "Prompt tokens that no cache serves: those after the last full block, at least the last one (tokens).",
+    "Prompt tokens that no cache can serve: the tokens after the last full block, at least the last token (tokens).",
     scope=Scope.PROCESS,
 )
 LOCAL_CACHE_TOKENS = Signal(
     "kvobs_local_cache_tokens",
-    "Size of vLLM's own KV cache (tokens). Only EngineCore's host has it: one series an engine.",
+    "Size of vLLM's own KV cache (tokens). Only EngineCore's host reports it: one series per engine.",
     scope=Scope.PROCESS,
 )
 BUILD_INFO = Signal(
     "kvobs_build_info",
-    "Versions of kvobs and vLLM; native says whether the compiled probe counts; always 1.",
+    "Versions of kvobs and vLLM; native: whether the compiled probe counts; always 1.",
     dict.fromkeys(("version", "vllm_version", "native"), OPEN),
     scope=Scope.PROCESS,
 )
@@ -394,21 +400,21 @@ START_TIME = Signal(
 Where = Literal["record", "trace", "merge", "rebuild", "verify", "read", "export", "version"]
 INTERNAL_ERRORS = Signal(
     "kvobs_internal_errors_total",
-    "Contained errors of kvobs's telemetry: measurements are lost, serving is not affected.",
+    "Errors in kvobs's telemetry that were contained: measurements are lost, serving is not affected.",
     {"where": get_args(Where)},
     scope=Scope.PROCESS,
 )
 SELF_SECONDS = Signal(
     "kvobs_self_seconds_total",
-    "Time spent in kvobs's telemetry: on recording calls, estimated as their number times a cost measured once, and on "
+    "Time spent in kvobs's telemetry: recording calls (estimated as their number times a cost measured once) and "
     "exporting spans.",
     {"where": ("record", "export")},
     scope=Scope.PROCESS,
 )
 SPANS_DROPPED = Signal(
     "kvobs_spans_dropped_total",
-    "Spans lost: above 200 per second of a process (rate), overwritten before they were read (missed), above what the "
-    "exporter's queue takes (queue), or rejected by the collector (export).",
+    "Spans lost: above 200 per second in a process (rate), overwritten before they were read (missed), dropped "
+    "because the exporter's queue was full (queue), or rejected by the collector (export).",
     {"where": ("rate", "missed", "queue", "export")},
     scope=Scope.PROCESS,
 )
@@ -429,27 +435,27 @@ GC_PAUSES = Signal(
 )
 ENGINE_UP = Signal(
     "kvobs_engine_up",
-    "1 while the engine runs; 0 while its last numbers are still served. Of the exporter only, by each host.",
+    "1 while the engine runs; 0 while its last metrics are still served. Exporter only, one series per host.",
     scope=Scope.EXPORTER,
 )
 _CALL = {"connector": OPEN, "hook": OPEN}
 CALL_IN_PROGRESS = Signal(
     "kvobs_call_in_progress_seconds",
-    "Age of a call into a connector that has lasted over a second, also while the GIL is held; rank: of the worker, or "
-    "scheduler. Of processes on the machine that serves it.",
+    "Age of a call into a connector that has lasted more than a second, even while the GIL is held; rank: the "
+    "worker's rank, or scheduler. Covers the processes on the host that serves it.",
     {**_CALL, "rank": OPEN},
     scope=Scope.OUTSIDE,
 )
 ENGINE_ENDED = Signal(
     "kvobs_engine_ended",
-    "1 after an exception that ends the engine, or its unexpected end; 2 in the first 15 minutes of its next life: the "
-    "call it died in (empty labels: none), and an exception's class, a signal or an exit code.",
+    "1 after an exception that crashes the engine, or after its unexpected end; 2 during the first 15 minutes of its "
+    "next life. Labels: the call in which it ended (empty: none), and an exception's class, a signal or an exit code.",
     {**_CALL, "reason": OPEN},
     scope=Scope.OUTSIDE,
 )
 SPANS_QUEUED = Signal(
     "kvobs_spans_queued",
-    "Spans that wait in the exporter for the collector. Of the exporter only.",
+    "Spans that wait in the exporter for the collector. Exporter only.",
     scope=Scope.EXPORTER,
 )
 
@@ -476,7 +482,7 @@ def _series(scope: Scope) -> tuple[Series, ...]:
 
 
 SERIES: dict[Scope, tuple[Series, ...]] = {scope: _series(scope) for scope in (Scope.PROCESS, Scope.CHILD)}
-# A page has the process's slots first, then those of each child in the order of the configuration.
+# A page has the process's slots first, then each child's slots in the order of the configuration.
 PROCESS_WIDTH, CHILD_WIDTH = (sum(series.width for series in SERIES[scope]) for scope in (Scope.PROCESS, Scope.CHILD))
 
 _BY_VALUES = {(s.signal.name, *s.values): s for table in SERIES.values() for s in table}

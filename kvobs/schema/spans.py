@@ -41,7 +41,7 @@ OFFERED = _attribute(
 )
 OUTCOME = _attribute("kv_transfer.outcome", "hit, miss or not_read; ok, failed or aborted")
 RANK = _attribute("kv_transfer.rank", "the worker's rank in its engine")
-RANK_SKEW = _attribute("kv_transfer.rank_skew", "seconds by which the slowest rank took longer than the quickest")
+RANK_SKEW = _attribute("kv_transfer.rank_skew", "seconds that the slowest rank took longer than the fastest")
 REASON = _attribute("kv_transfer.sampling.reason", "why the span exists: parent, level, slow or error")
 REQUEST = _attribute("kv_transfer.request.id", "the request's id in the engine")
 SLOWEST_RANK = _attribute("kv_transfer.slowest_rank", "the rank that took longest")
@@ -49,12 +49,12 @@ STALL = _attribute("kv_transfer.stall", "seconds that the step waited for this l
 TOKENS = _attribute("kv_transfer.tokens", "tokens of the load")
 BYTES = _attribute("kv_transfer.bytes", "bytes of the load, over all ranks")
 REMOTE_ENGINE = _attribute(
-    "kv_transfer.remote.engine_id", "the engine that the request's kv_transfer_params say to read from"
+    "kv_transfer.remote.engine_id", "the engine that the request's kv_transfer_params name to read from"
 )
 REMOTE_HOST = _attribute("kv_transfer.remote.host", "that engine's host, as the params name it")
 LOCAL_TOKENS = _attribute("kv_transfer.local_tokens", "tokens in vLLM's own prefix cache")
 LOOKUPS = _attribute("kv_transfer.lookups", "number of lookups")
-RECOMPUTED_TOKENS = _attribute("kv_transfer.recomputed_tokens", "tokens of a failed load, to be recomputed")
+RECOMPUTED_TOKENS = _attribute("kv_transfer.recomputed_tokens", "tokens of a failed load, which are recomputed")
 PROMPT_TOKENS = _attribute("kv_transfer.prompt_tokens", "tokens of the prompt")
 HIT_RATE = _attribute(
     "kv_transfer.hit_rate", "share of the prompt's tokens that are loaded or in vLLM's own prefix cache"
@@ -63,9 +63,12 @@ SAVED = _attribute(
     "kv_transfer.saved", "seconds that computing the loaded tokens would have taken; missing without an estimate"
 )
 WAITED = _attribute(
-    "kv_transfer.waited", "seconds that the request waited: to the step that resumes it, or in the step of a sync load"
+    "kv_transfer.waited",
+    "seconds that the request waited: until the step that schedules it again, or within the step of a sync load",
 )
-WRONG_BLOCKS = _attribute("kv_transfer.wrong_blocks", "loaded blocks with other bytes than were computed, on one rank")
+WRONG_BLOCKS = _attribute(
+    "kv_transfer.wrong_blocks", "loaded blocks whose bytes differ from the computed ones, on one rank"
+)
 LAYER = _attribute("kv_transfer.layer", "index of the layer, in the order of calls in the step")
 LAYERS = _attribute("kv_transfer.layers", "number of layers called")
 LAYERS_DURATION = _attribute("kv_transfer.layers_duration", "total seconds of the calls of all layers")
@@ -96,7 +99,7 @@ LOOKUP = Span("kv.lookup", "scheduler", "from the first to the last lookup of a 
 LOAD = Span("kv.load", "scheduler", "from allocation to receipt on the last rank",
             CONNECTOR, signals.LOAD_DURATION, (MODE,))  # fmt: skip
 LOAD_RANK = Span("kv.load.rank", "worker", "one rank's part of a load: from its order to its receipt")
-LOAD_WRONG = Span("kv.load.wrong", "scheduler", "the moment in which a load was found to have brought wrong bytes")
+LOAD_WRONG = Span("kv.load.wrong", "scheduler", "the moment when a load was found to have delivered wrong bytes")
 SAVE = Span("kv.save", "scheduler", "a promised save: from the request's end to the release of its blocks",
             CONNECTOR, signals.SAVE_HOLD)  # fmt: skip
 SAVE_RANK = Span("kv.save.rank", "worker", "one rank's part of a promised save: from its order to its end")
@@ -157,7 +160,7 @@ class Record(NamedTuple):
 
 
 def observed_in(record: Record) -> Series | None:
-    """Return the series of a histogram that has this span's duration, and so its exemplar; None if none has."""
+    """Return the series of the histogram that has this span's duration, and so its exemplar; None without one."""
     span = SPANS[record.name]
     if span.histogram is None or not record.observed_ns:
         return None

@@ -14,17 +14,15 @@ class State(NamedTuple):
     """For people, with the limits in braces."""
 
 
-ENDED = State("Ended the engine", {"ended": 1}, "it died in a call into it")
+ENDED = State("Ended the engine", {"ended": 1}, "it ended during a call into this connector")
 HANGS = State(
     "Hangs",
     # A loaded request may wait for others that compute: only where nothing does, a resume has an age here.
     {"call": 10, "lookup": 15, "load": 15, "resume": 15},
-    "a call for {call} s; a lookup or load for {load} s, or a resume while nothing is computed",
+    "a call takes {call} s; a lookup or load takes {load} s, or a resume while nothing is computed",
 )
-CORRUPT = State(
-    "Corrupt", {"corrupt_blocks": 1}, "it has loaded a block with other bytes than were computed for its tokens"
-)
-QUARANTINED = State("Quarantined", {"quarantined": 1}, "new requests do without it")
+CORRUPT = State("Corrupt", {"corrupt_blocks": 1}, "it loaded a block whose bytes differ from the computed ones")
+QUARANTINED = State("Quarantined", {"quarantined": 1}, "not used for new requests")
 FAILING = State("Failing", {"failing_share": 0.05}, "{failing_share:.0%} or more of its loads and exceptions")
 BLOCKING = State(
     "Blocks steps",
@@ -32,13 +30,13 @@ BLOCKING = State(
     "{scheduler_share:.0%} or more of the scheduler's time, without mere polls",
 )
 POLL_S = 0.01
-"""Seconds. While requests wait and nothing is computed, the scheduler polls: quicker calls block no step then."""
+"""Seconds. While requests wait and nothing is computed, the scheduler polls: shorter calls block no step then."""
 SLOW = State("Slow", {"load_p99": 1}, "load p99 of {load_p99} s or more")  # a bound of the histogram
 UNSERVED_H, LOADABLE_SHARE = 3, 0.1
 UNSERVED = State(
     "Never serves",
     {"never_serves": 1},  # it needs hours: boards show it while the alert of this name fires
-    f"nothing was loaded from it in {UNSERVED_H} hours, and prompts repeat that vLLM's own cache has forgotten",
+    f"nothing was loaded from it in {UNSERVED_H} hours, although prompts evicted from vLLM's cache recur",
 )
 SERVES_OTHERS = "(Nixl|MoRIIO|P2pNccl|HiSparse).*|Mooncake(Hybrid|Layerwise)?Connector(V1)?"
 """Connector classes, as a regular expression, that store nothing for their own engine, whatever their role."""

@@ -62,8 +62,8 @@ class CacheLayout:
     def lost(self, blocks: Blocks, bad: Collection[int], local: int, external: int) -> int:
         """Return how many of a load's ``external`` tokens are lost when the blocks ``bad`` have failed.
 
-        ``blocks`` are those of ``loaded``. vLLM keeps the tokens before the first bad block; of a sliding window the
-        blocks before it are null blocks, which ``loaded`` leaves out.
+        ``blocks`` is the result of ``loaded``. vLLM keeps the tokens before the first bad block; in a sliding window
+        the blocks before it are null blocks, which ``loaded`` leaves out.
         """
         end = kept = local + external
         for size, ids in zip(self.block_sizes, blocks, strict=False):

@@ -1,8 +1,8 @@
-"""The seam between the router and all that observes it: the router announces, and knows nobody who listens.
+"""The seam between the router and all that observes it: the router announces, and does not know who listens.
 
 An event comes after what it announces, in the thread of the router's side. An observer must not raise, must not change
 what it is given, and may keep it. A plain ``Observer`` does nothing; a subclass overrides the events that it records.
-Only annotators answer: the router carries what they add, and does not read it.
+Only annotators answer, and ``WorkerObserver.refused``: the router carries what annotators add, and does not read it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Observer:
         """Receive the sizes of the KV cache: at the start, and again once the workers have reported theirs."""
 
     def quarantined(self, child: int) -> None:
-        """Receive the begin of a connector's quarantine."""
+        """Receive the start of a connector's quarantine."""
 
     def readmitted(self, child: int) -> None:
         """Receive the end of a connector's quarantine: it gets the requests that arrive from now on."""
@@ -144,13 +144,13 @@ class WorkerObserver:
     """Whether ``refused`` must be asked."""
 
     def step_begun(self, note: Any, loads: Sequence[tuple[int, Any]]) -> None:
-        """Receive an annotator's note on a step, and those on the loads that begin in it, each with its connector."""
+        """Receive an annotator's note on a step, and on the loads that begin in it, each with its connector."""
 
     def reported(self, child: int | None, kind: ReportKind, requests: Collection[str]) -> None:
         """Receive a connector's report on loads or saves of these requests; None: the scheduler's side had it."""
 
     def refused(self, child: int, requests: Collection[str]) -> set[str]:
-        """Return those of the asynchronous loads, which a connector reports as received, that must count as failed."""
+        """Return which of the asynchronous loads that a connector reports as received must count as failed."""
         return set()
 
     def take_notes(self) -> list[Any]:

@@ -39,7 +39,7 @@ class Ledger:
     """Load owners, promised saves and rank tallies of all live requests.
 
     The children in ``load_ends_save`` report no save of a request that has ended during their load: the load's end is
-    that of the promised save, too.
+    also the end of the promised save.
     """
 
     def __init__(self, load_ends_save: Collection[int] = ()) -> None:

@@ -2,7 +2,7 @@
 
 A pure state machine on the scheduler's side, one for each isolated connector. A back-off lasts one second, doubled each
 time the following probation fails, up to a minute; after a slow call at least eight times the call's duration, so that
-slow probations take little of the time. Only a transfer that ends well ends a probation: time proves nothing.
+slow probations take little of the time. Only a successful transfer ends a probation: time proves nothing.
 """
 
 from enum import StrEnum
@@ -44,7 +44,7 @@ class Quarantine:
         self.by_slowness = False
         self._length_ns = FIRST_NS // 2
         self._ends_ns = 0  # of the back-off, after which the probation begins
-        self._probation_ns = 0  # the begin of the last probation
+        self._probation_ns = 0  # the start of the last probation
 
     @property
     def is_out(self) -> bool:
@@ -63,7 +63,7 @@ class Quarantine:
     def fail(self, now_ns: int, epoch: int | None = None, *, slow_ns: int = 0) -> bool:
         """Process a failure; return whether it begins a quarantine, or makes it permanent.
 
-        ``epoch`` is that of a worker's failure (an earlier one is already known), or ``FOR_GOOD``. After a slow call
+        ``epoch`` is a worker's, of its failure (an earlier one is already known), or ``FOR_GOOD``. After a slow call
         of ``slow_ns`` a probation may block as long again: the back-off is at least ``SLOW_SHARE`` times that.
         """
         if epoch == FOR_GOOD:
@@ -90,7 +90,7 @@ class Quarantine:
         return True
 
     def succeed(self, began_ns: int) -> bool:
-        """End the probation, since a transfer that began at this time has ended well; return whether it ends.
+        """End the probation, because a transfer that began at this time succeeded; return whether it ends.
 
         One that began before the probation proves nothing.
         """

@@ -54,7 +54,7 @@ class Report(NamedTuple):
     """One report of one rank.
 
     ``began_ns`` is when this rank got the order for the load or save (0: unknown), ``time_ns`` when it ended here; both
-    are wall-clock time (ns since the epoch) of this rank's host, and are not compared with that of another.
+    are wall-clock time (ns since the epoch) of this rank's host, and are not compared with times of another host.
     ``spent_ns`` is how long this rank took: from the order to the end (0: it reported before that), or how long its
     step waited for a synchronous load.
     """
@@ -86,7 +86,7 @@ class WrongBlocks(NamedTuple):
 
 
 class Slowest(NamedTuple):
-    """The rank that took longest, and how much longer than the quickest."""
+    """The rank that took longest, and how much longer than the fastest."""
 
     rank: int
     skew_ns: int
@@ -173,7 +173,7 @@ class Gain(NamedTuple):
 
     @property
     def is_slower(self) -> bool:
-        """Whether computing would have been quicker."""
+        """Whether computing would have been faster."""
         return self.saved_ns is not None and self.waited_ns > self.saved_ns
 
 
@@ -234,7 +234,7 @@ class RequestTransfers:
     tails: set[int] = field(default_factory=set)  # children that accepted the partial last block
     finished: bool = False
     holds: bool = False  # at the request's end vLLM was asked to keep its blocks
-    awaited: bool = False  # vLLM keeps the finished request until it is reported once more
+    awaited: bool = False  # vLLM keeps the finished request until it is reported again
 
     @property
     def is_settled(self) -> bool:
@@ -281,7 +281,7 @@ class InProgress(Generic[T]):
             self.changes.add(self)
 
     def take_late(self, before_ns: int) -> list[tuple[T, int, int]]:
-        """Return the requests that began at a time, or earlier, with begin and held tokens; each is returned once."""
+        """Return the requests that began at a time, or earlier, with start and held tokens; each is returned once."""
         late = dict(takewhile(lambda item: item[1] <= before_ns, self.recent.items()))
         for request in late:
             del self.recent[request]

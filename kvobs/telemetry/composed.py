@@ -13,7 +13,7 @@ from kvobs.telemetry.tracing.request_traces import Traces
 
 
 class Composed(Observer):
-    """Passes each event to those of the observers that record it, in their order."""
+    """Passes each event to the observers that record it, in their order."""
 
     def __init__(self, observers: Iterable[Observer | None]) -> None:
         self.observers = tuple([each for each in observers if each is not None])

@@ -31,7 +31,7 @@ class StepNote(NamedTuple):
 
 
 class Closing(Protocol):
-    """Keeps a process running beside this one, until this one ends."""
+    """Keeps a separate process running until this one ends."""
 
     def close(self) -> None:
         """End."""
@@ -75,7 +75,7 @@ class SchedulerTelemetry(Annotator):
             self._has_forward = has_forward
             # After a burst's last request vLLM makes one more step, without a forward.
             self._is_last = not has_forward and bool(output.finished_req_ids)
-            if self._open_transfers.changes:  # as in few steps
+            if self._open_transfers.changes:  # true in few steps
                 self._open_transfers.measure()
         except Exception:
             contain("record")

@@ -60,7 +60,7 @@ class WorkerTelemetry(WorkerObserver):
 
     @contained("trace")
     def _join_trace(self, note: StepNote, loads: Sequence[tuple[int, TraceContext | None]]) -> None:
-        """Continue the step's trace, and those of the loads that begin."""
+        """Continue the step's trace, and the traces of the loads that begin."""
         traces: dict[int, list[TraceContext]] = {}
         for child, trace in loads:
             if trace is not None:

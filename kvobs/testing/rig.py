@@ -98,7 +98,7 @@ def engine_config(transfer: KVTransferConfig, ranks: int = 1, rank: int = 0) -> 
 
 
 def cache_config(blocks: int = 64, groups: int = 1) -> KVCacheConfig:
-    """Return vLLM's ``KVCacheConfig``: so many blocks of ``BLOCK`` tokens, 2 heads of 64 ``float32``s.
+    """Return vLLM's ``KVCacheConfig``: this many blocks of ``BLOCK`` tokens, 2 heads of 64 ``float32``s.
 
     Each of the groups has one layer, ``layer.0`` and so on. There are no tensors.
     """
@@ -158,12 +158,12 @@ class Rig:
             policy: vLLM's ``kv_load_failure_policy``.
             connectors: the entries of ``connectors``, in place of ``scripts``; see ``entry_of``.
             lag: how many steps the scheduler is ahead of the workers, as in async scheduling.
-            context_parallel: a block id stands for a block on each of so many ranks, which share its tokens.
+            context_parallel: a block id stands for a block on each of this many ranks, which share its tokens.
             external_rank: an external launcher started an engine for each rank: this is the one of that rank.
             hybrid: whether vLLM's hybrid KV cache manager is on, which needs connectors with ``SupportsHMA``.
 
         Raises:
-            kvobs.schema.config.ConfigError: the configuration has mistakes.
+            kvobs.schema.config.ConfigError: the configuration has errors.
             ValueError: kvobs's router with ``hybrid`` and a connector without ``SupportsHMA``.
         """
         transfer = transfer_config(
@@ -207,7 +207,7 @@ class Rig:
         )
         self.connector: Any = self.scheduler.connector
         for router_of_side in (self.connector, *self.workers):
-            for connector in router_of_side._connectors:  # noqa: SLF001 - where plug-ins look for them, too
+            for connector in router_of_side._connectors:  # noqa: SLF001 - plug-ins also look for them there
                 if isinstance(connector, ScriptedConnector):
                     wrap_hooks(connector)
         self._shake_hands()

@@ -62,7 +62,7 @@ class Script:
         worker_meta: rank -> the worker's own metadata for the scheduler's side, sent in the rank's next step.
         answers: hook -> answer, for ``get_loaded_kv_cache_group_ids``, ``take_events``, ``has_pending_push_work``,
             ``has_pending_block_frees``, ``reset_cache`` and ``get_mem_pool_context``.
-        loads: "chosen": it ends its loads, without ``say``, those within a step in that step; "found": it loads what
+        loads: "chosen": it ends its loads without ``say``, synchronous ones in their step; "found": it loads what
             its last lookup found, whoever was chosen to load. By default it moves nothing.
         takes: steps after which a load between steps ends, if it ``loads``.
         breaks: ids of requests whose next load breaks half-way: its blocks are reported as bad.
@@ -73,7 +73,7 @@ class Script:
         on_call: called with each hook and its detail, before anything else.
         hooks: name -> function; methods of its class, in place of a hook or beyond vLLM's class.
         wrapped: hooks that a plug-in wraps once the connector is built: their calls are in ``calls`` as "wrapped NAME".
-        has_thread: whether it works in a thread of its own, for which its hooks wait.
+        has_thread: whether it works in a separate thread, for which its hooks wait.
         calls: (hook, detail) of each call so far; see ``called``.
     """
 
@@ -184,7 +184,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     def __new__(cls, vllm_config: Any, *_: Any, **__: Any) -> Self:
-        """Build a class of its own for a script with methods of its own."""
+        """Build a separate class for a script with further methods."""
         hooks = _script_of(vllm_config).hooks
         return super().__new__(type(cls.__name__, (cls,), hooks) if hooks else cls)
 

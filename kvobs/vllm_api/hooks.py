@@ -35,7 +35,7 @@ class Cadence(Enum):
 class Combine(Enum):
     """How the children's answers are combined."""
 
-    EACH = "each"  # every child is called; there is no answer
+    EACH = "each"  # every child is called; the hook has no answer
     GUARDED = "guarded"  # as EACH, and all children are called even if one raises
     ANY = "any"  # true if any child answers true
     ALL = "all"  # true if all children (at least one) answer true

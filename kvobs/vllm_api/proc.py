@@ -33,7 +33,7 @@ def start_time(pid: int) -> str | None:
 
 
 def launch(pid: int) -> str:
-    """Return a hash of a process's command line and host name, which it has in its next life, too."""
+    """Return a hash of a process's command line and host name, which is the same in its next life."""
     with suppress(OSError):
         return blake2b(Path(f"/proc/{pid}/cmdline").read_bytes() + os.uname().nodename.encode()).hexdigest()[:32]
     return ""
@@ -92,7 +92,7 @@ def name_of(status: int) -> str:
 
 
 def cores_of_parent() -> set[int]:
-    """Return the cores of the process that started this one: its own may be bound to those of the model."""
+    """Return the cores of the process that started this one: its own may be bound to the model's cores."""
     try:
         return os.sched_getaffinity(os.getppid())
     except OSError:

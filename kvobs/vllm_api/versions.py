@@ -1,7 +1,7 @@
 """Hold all differences between vLLM 0.27 and 0.33: a new release of vLLM is checked, and added, here.
 
 Importing this module needs no vLLM: functions import it when they are called. What is needed in every step is resolved
-once, by the module that uses it. Hooks that only some versions have are in the table of hooks, too.
+once, by the module that uses it. The table of hooks also has the hooks of only some versions.
 """
 
 import dataclasses
@@ -199,7 +199,7 @@ def block_state(output: Any) -> Any:
 # The KV cache
 
 CACHE_SHAPE = (1, 1, 16, 2)
-"""One block of a layer's cache in the only layout since 0.30: blocks, heads, tokens, K beside V."""
+"""One block of a layer's cache in the only layout since 0.30: blocks, heads, tokens, K next to V."""
 MLA_CACHE_SHAPE = (1, 16, 1)
 """The same with MLA, which has one latent for all heads."""
 

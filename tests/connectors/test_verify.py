@@ -18,6 +18,7 @@ from tests.connectors.lives import PLUGS, SETTINGS, build, live, make, settle
 from tests.connectors.memory import BLOCK, LAYERS
 from tests.connectors.offloading import Offloading
 from tests.connectors.simple_cpu import SimpleCPU
+from tests.support.numbers import numbers
 from tests.support.rig import forget_unused
 
 LIVES = int(os.environ.get("KVOBS_LIVES", "4"))
@@ -29,18 +30,18 @@ def outcomes(engine: Engine) -> dict[str, Counter[str]]:
     """Return how many blocks each connector loaded on all ranks, by outcome."""
     counted: dict[str, Counter[str]] = {plug.name: Counter() for plug in engine.plugs}
     for worker in engine.workers:
-        recorder = worker._telemetry._recorders.recorder
+        counts = numbers(worker._telemetry._recorders.recorder).counts
         for child, plug in enumerate(engine.plugs):
             for outcome in signals.VERIFIED_BLOCKS.labels["outcome"]:
                 slot = signals.place(child, signals.slot(signals.VERIFIED_BLOCKS, outcome))
-                counted[plug.name][outcome] += recorder.words[recorder._first + slot]
+                counted[plug.name][outcome] += counts.get(slot, 0)
     return counted
 
 
 def blamed(engine: Engine, child: int) -> set[str]:
     """Return the ranks on which a connector's blocks were wrong."""
-    opened = [key for worker in engine.workers for key in worker._telemetry._recorders.recorder._opened]
-    return {key[2] for key in opened if key[:2] == (signals.CORRUPT_BLOCKS.name, child)}
+    opened = [row for worker in engine.workers for row in numbers(worker._telemetry._recorders.recorder).opened]
+    return {row[2] for row in opened if row[:2] == [signals.CORRUPT_BLOCKS.name, child]}
 
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])

@@ -19,7 +19,7 @@ from tests.support.affinity import set_affinity
 
 PORT = ExporterOptions().port or 0
 UP_S = AUTO_AFTER_S + 60
-SHOWN_BY_NONE = "no API server of vLLM shows them"
+SHOWN_BY_NONE = "no vLLM API server exposes them"
 """Why an exporter starts without being asked to, as it is logged."""
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 

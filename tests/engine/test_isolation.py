@@ -127,4 +127,4 @@ def test_every_hook_in_turn(server: Server, folder: Path) -> None:
 
 def changes(log: Path, name: str) -> list[str]:
     """Return the log's words for each begin and each end of a child's quarantine, and of its probation."""
-    return re.findall(rf"connector '{name}'.* (in quarantine|is enabled again|is over)", log.read_text())
+    return re.findall(rf"connector '{name}'.* (in quarantine|left quarantine|left probation)", log.read_text())

@@ -174,5 +174,5 @@ def test_unreported_transfer_is_named_and_keeps_only_its_blocks(server: Server, 
     noted = "".join(line for line in (folder / "server.log").read_text().splitlines() if "stuck: 1.5 s" in line)
     for kind in ("load", "save"):
         assert re.search(
-            rf"connector 'steered': {kind} of \d+ requests? \(.*\) stuck: 1.5 s .*not reported by rank 1\.", noted
+            rf"connector 'steered': {kind} of \d+ requests? \(.*\) is stuck: 1.5 s .*no report from rank 1\.", noted
         )

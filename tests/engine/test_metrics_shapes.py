@@ -98,7 +98,7 @@ def test_a_server_without_stats_and_exporter_warns_once(model: Path, tmp_path: P
     config = multi_connector(host_memory(), names=["host"])
     config["kv_connector_extra_config"]["kvobs"]["exporter"] = None
     with serve(model, tmp_path, config, "--disable-log-stats") as server:
-        lines = re.compile(f".*shown nowhere: {SHOWN_BY_NONE}, and kvobs.exporter is null")
+        lines = re.compile(f".*are not exported: {SHOWN_BY_NONE}, and kvobs.exporter is null")
         assert eventually(lambda: bool(lines.search(server.log.read_text())), AUTO_AFTER_S + 30)
         (line,) = lines.findall(server.log.read_text())
     assert "WARNING" in line

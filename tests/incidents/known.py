@@ -96,7 +96,7 @@ def _ends(title: str, hook: str, fault: str, rank: int | None, reason: str) -> I
     """The parent of a process may have read its status first: the reason is not known then."""
     where = "scheduler" if rank is None else f"rank {rank}"
     reason = reason if fault == "raises" else f"(?:{reason}|unknown)"
-    log = f"connector 'remote' raised {reason} in {hook} on {where}; this ends the engine"
+    log = f"connector 'remote' raised {reason} in {hook} on {where}; this crashes the engine"
     ended = f"its engine has ended in {hook} of connector remote: {reason}"
     return Incident(
         title,
@@ -163,7 +163,7 @@ SYNC = replace(
     within_s=STOPS_S,
 )
 SYNC_AGAIN = replace(SYNC, title="a synchronous load fails after a restart, as one did before it")
-STUCK, OPEN = "stuck: .* not reported by rank 1", "in progress for .* waits for "
+STUCK, OPEN = "stuck: .* no report from rank 1", "in progress for .*, waiting for "
 ONE_RANK = _waits("a load that one of two ranks does not report", "load", STUCK, "KvobsStuckTransfers")
 NO_RANK = _waits("a load that no rank reports", "load", f"{OPEN}rank 0", "KvobsLoadUnfinished")
 NOT_YET = _waits("'not yet' for ever", "lookup", f"{OPEN}the connector's answer", "KvobsLookupUnanswered")

@@ -41,8 +41,8 @@ def test_the_name_and_the_base_class_are_those_that_vllm_checks() -> None:
 
 @pytest.mark.parametrize(
     ("exporter", "endpoint", "told"),
-    [("auto", None, "metrics go to /metrics of vLLM's API server, or to kvobs's exporter where it shows none; "
-      "tracing is off"),
+    [("auto", None, "metrics go to /metrics of vLLM's API server, or to kvobs's exporter if that server does not "
+        "expose them; tracing is off"),
      ({"port": 9470}, "http://c:4317", "metrics go to http://127.0.0.1:9470/metrics, from kvobs's exporter; "
       "spans go to http://c:4317, from kvobs's exporter")],
 )  # fmt: skip
@@ -80,7 +80,7 @@ def test_kvobs_stock_leaves_vllms_aggregator_and_block_copies_in_place(
     rig.workers[0].set_host_xfer_buffer_ops(lambda *arguments: copied.append(arguments))
     rig.workers[0]._connectors[0].copy_blocks({"a": torch.ones(4, 2)}, {"a": torch.zeros(4, 2)}, [1], [2], "d2h")
     assert bool(copied) is is_stock
-    assert ("by KVOBS_STOCK vLLM's own stay in place: aggregator, block_copy" in caplog.text) is is_stock
+    assert ("KVOBS_STOCK is set: vLLM's own parts stay in use: aggregator, block_copy" in caplog.text) is is_stock
 
 
 def test_children_are_the_real_objects_and_recording_leaves_no_trace_on_them(rig: Rig) -> None:

@@ -235,7 +235,8 @@ def test_a_transfer_that_a_rank_never_reports(
     assert engine.series("kvobs_stuck_transfers_total") == {("two", "1"): 1}
     (line,) = (record.getMessage() for record in caplog.records if "stuck" in record.getMessage())
     assert line.startswith(
-        f"connector 'two': {kind} of 1 request (r) stuck: 0.5 s after another rank, not reported by rank 1."
+        f"connector 'two': {kind} of 1 request (r) is stuck: 0.5 s after another rank reported it, there is no report "
+        "from rank 1."
     )
     assert engine.value("kvobs_in_flight", "two", kind=kind) == 1
     b.say(1, **{word: "r"})

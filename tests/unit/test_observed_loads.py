@@ -185,7 +185,7 @@ def test_a_load_that_is_in_and_not_resumed(
     engine.step(2)
     assert [engine.value(f"kvobs_{name}", kind="resume") for name in GAUGES] == [0, 0, 0]
     assert [record.getMessage() for record in caplog.records if "in progress" in record.message] == [
-        "connector 'one': resume of 1 request (r) in progress for 1 s, with 32 tokens: waits for vLLM's scheduler"
+        "connector 'one': resume of 1 request (r) in progress for 1 s (32 tokens), waiting for vLLM's scheduler"
     ]
 
 

@@ -160,8 +160,8 @@ def test_such_a_method_of_an_isolated_connector_may_raise(caplog: pytest.LogCapt
 
 def test_the_start_names_methods_beyond_vllms_class(caplog: pytest.LogCaptureFixture) -> None:
     Rig("kvobs", connectors=[entry(Script("a")), child_config(Script("b"))])
-    lines = [record.getMessage() for record in caplog.records if "no hooks of vLLM" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "not vLLM hooks" in record.getMessage()]
     assert lines == [
-        "connector 'PlatformConnector' has methods that are no hooks of vLLM: register_runner, "
-        "start_load_kv_before_update. Calls of them reach it, and are not recorded"
+        "connector 'PlatformConnector' has methods that are not vLLM hooks: register_runner, "
+        "start_load_kv_before_update. kvobs passes calls to them on but does not record them"
     ]

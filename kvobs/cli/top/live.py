@@ -30,7 +30,7 @@ from kvobs.page import files
 
 STDIN = 0
 LOOK_S = 0.5  # between two draws of the screen
-KEYS = "q quit  < > sort  ? meanings"
+KEYS = "q quit  < > sort  ? help"
 HUNG_UP = "\x04"  # Ctrl-D, and what is read from a terminal that is gone
 
 EXAMPLES = examples(
@@ -47,7 +47,7 @@ def top(
         typer.Argument(
             metavar="[URL...]",
             help="Address of a vLLM server, e.g. localhost:8000, or of its exporter, e.g. localhost:9464, or both as "
-            "localhost:9464+8000. Without one: the engines of this user on this host.",
+            "localhost:9464+8000. Without an address: the engines of this user on this host.",
         ),
     ] = None,
     *,
@@ -71,8 +71,8 @@ def top(
         raise typer.BadParameter(str(error), param_hint="URL") from None
     if not watches and not (watches := [Watch(name, read, interval) for name, read in running().items()]):
         raise fail(
-            f"found no engine that runs, in {files.folder()}: run this as the engine's user, on its machine, and in "
-            "its container; or name the address of a server"
+            f"found no running engine in {files.folder()}: run this as the engine's user, on its machine, and in "
+            "its container; or give the address of a server"
         )
     # SIGTERM must restore the terminal as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -191,9 +191,9 @@ class Top:
 
 @contextmanager
 def keyboard(fd: int) -> Iterator[Callable[[float], str]]:
-    """Take keys without echo inside the ``with`` block: yield a function that waits for some for so many seconds.
+    """Take keys without echo inside the ``with`` block: yield a function that waits for some, for this many seconds.
 
-    Where ``fd`` is no terminal it only waits. Keys that send an escape sequence have no meaning here.
+    If ``fd`` is not a terminal, it only waits. Keys that send an escape sequence have no meaning here.
     """
     before = termios.tcgetattr(fd) if os.isatty(fd) else None
 

@@ -1,4 +1,4 @@
-"""A row for each server and for each of its connectors, from one scrape or two; their fields are those of `--json`."""
+"""A row for each server and for each of its connectors, from one scrape or two; `--json` has the same fields."""
 
 import re
 import time
@@ -22,19 +22,19 @@ class ConnectorRow:
     lookups_per_s: float
     hit_share: float | None
     """Of the requests that were answered or timed out; one that vLLM looked up again counts once an answer."""
-    loads_per_s: float  # that ended well
+    loads_per_s: float  # successful ones
     load_tokens_per_s: float
     load_bytes_per_s: float  # over all ranks
-    save_tokens_per_s: float | None  # that it stored, added up over media; None: it does not say
+    save_tokens_per_s: float | None  # that it stored, summed over media; None: it does not report it
     lost_to_shorter_offer_per_s: float  # tokens beyond the offer of the connector that was chosen
     load_p50_s: float | None
     load_p99_s: float | None
     load_mean_s: float | None
     scheduler_s_per_s: float  # time that the scheduler spent in it
-    load_stall_s_per_s: float  # summed over ranks, as that of saves
+    load_stall_s_per_s: float  # summed over ranks, as for saves
     save_stall_s_per_s: float
-    estimated_loads_per_s: float  # loads of which it is known what they saved
-    prefills_seen: int  # since the engine's start: so many could be learned from
+    estimated_loads_per_s: float  # loads with a known saving
+    prefills_seen: int  # since the engine's start: the number that the estimate could learn from
     gain_s_per_s: float | None  # time that its loads saved, less the time that requests waited for them
     failed_loads_per_s: float
     exceptions_per_s: float
@@ -201,7 +201,7 @@ def _never_serves(row: ConnectorRow, numbers: Numbers, now: Numbers) -> bool:
 def _judge(
     row: ConnectorRow, numbers: Numbers, grown: Numbers, now: Numbers, vllm: Numbers, *, is_change: bool
 ) -> ConnectorRow:
-    """Return a row with its state, by its numbers and those of all connectors, and what its engine has learned."""
+    """Return a row with its state, from its numbers, all connectors' numbers, and what its engine has learned."""
     engine, raised = row.engine, numbers.total(signals.CALL_ERRORS)
     in_flight = grown.total(signals.IN_FLIGHT, engine=engine)
     waits = in_flight > grown.total(signals.IN_FLIGHT, engine=engine, kind="save")

@@ -34,23 +34,25 @@ class Column(NamedTuple):
 
 
 MEANINGS = {
-    "run, wait, TTFT": "requests that run and wait now, and the time to the first token: vLLM's metrics, which an "
-    "exporter alone does not have",
-    "telemetry, errors in it": "share of the server's time that kvobs itself takes, internal errors since the start",
-    "hits": "share of hits among the requests that were answered or timed out: each request counts once",
-    "tokens, loads, lookups": "tokens loaded, loads that ended well, requests that were answered or timed out",
-    "bytes, lost to a shorter offer": "bytes over all ranks; tokens beyond the offer of the connector that was chosen",
-    "saved": "tokens stored in memory and on disk, added up, by the connector's KV cache events; most have none",
-    "load p50, p99, mean": "of loads that ended well; p50 and p99 are the middle of a bucket, within 10 %",
+    "run, wait, TTFT": "running and waiting requests, and the time to the first token: from vLLM's own metrics, "
+    "which the exporter does not serve",
+    "telemetry, errors in it": "share of the server's time spent in kvobs itself, and internal errors since the start",
+    "hits": "share of hits among the requests that were answered or timed out; each request counts once",
+    "tokens, loads, lookups": "tokens loaded, successful loads, and requests that were answered or timed out",
+    "bytes, lost to a shorter offer": "bytes over all ranks; offered tokens beyond the offer of the connector that "
+    "was chosen",
+    "saved": "tokens stored in memory and on disk, summed, from the connector's KV cache events; most connectors "
+    "publish none",
+    "load p50, p99, mean": "duration of successful loads; p50 and p99 are the middle of a bucket, accurate to 10 %",
     "sched busy": "share of the time that the scheduler spent in calls into the connector: no step runs meanwhile",
-    "stall": "time that steps waited for loads and saves, added up over ranks",
-    "oldest, loads open, saves held": "open now, and the age of the oldest of both, of lookups that requests wait for, "
-    "and of loaded requests that are not scheduled yet",
+    "stall": "time that steps waited for loads and saves, summed over ranks",
+    "oldest, loads open, saves held": "open loads and held saves, and the age of the oldest of these, of the lookups "
+    "that requests wait for, and of the loaded requests that are not scheduled yet",
     "gain": "time that computing the loaded tokens would have taken, minus the time that requests waited for them, "
-    "of the loads with an estimate",
-    "slowest rank, skew p99": "the rank that was slowest most often, and how often; by how much the slowest rank took "
-    "longer than the quickest",
-    "errors": "exceptions out of the connector, and loads that failed",
+    "for loads with an estimate",
+    "slowest rank, skew p99": "the rank that was slowest most often, with its share; how much longer the slowest "
+    "rank took than the fastest",
+    "errors": "exceptions raised by the connector, plus failed loads",
 }
 """All numbers on the screen, by their titles."""
 

@@ -58,12 +58,12 @@ class Classes(KVConnectorStats):
 
     @classmethod
     def read(cls, data: Any) -> Classes:
-        """Parse those of a peer; what is no text is left out."""
+        """Parse the class paths of a peer; what is not text is left out."""
         paths = as_dict(data)
         return cls(data={name: path for name, path in paths.items() if isinstance(name, str) and isinstance(path, str)})
 
     def reset(self) -> None:
-        """Keep the classes: they are no numbers."""
+        """Keep the classes: they are not numbers."""
 
     def is_empty(self) -> bool:
         return True
@@ -154,7 +154,7 @@ class StatsParts:
         part = stats.data.get(name)
         if part is None or (isinstance(part, KVConnectorStats) and not isinstance(part, RawStats)):
             return part
-        built = _rebuild_child(name, path, as_dict(part))  # raw, as its class could not merge those of two ranks
+        built = _rebuild_child(name, path, as_dict(part))  # raw, as its class could not merge the stats of two ranks
         if built is None or isinstance(built, RawStats):
             return None
         stats.data[name] = built

@@ -77,8 +77,8 @@ class _Lines(logging.Handler):
         error = sys.exception()
         self.outage.begins(
             logging.WARNING,
-            "the request log %s can't be written: %s. Serving is not affected; until it can be, lines are dropped "
-            "(kvobs_request_log_dropped_total)",
+            "the request log %s can't be written: %s. Serving is not affected, but lines are dropped until it can be "
+            "written again (kvobs_request_log_dropped_total)",
             line(self.output),
             line(error),
         )
@@ -105,14 +105,14 @@ class LogFile(_Lines, WatchedFileHandler):
 
 
 class Stderr(_Lines, logging.StreamHandler[TextIOWrapper]):
-    """This process's standard error, without what vLLM puts before each of its own lines."""
+    """This process's standard error, without the prefix that vLLM puts before each line."""
 
     def __init__(self) -> None:
         super().__init__(TextIOWrapper(Whole(2, "w", closefd=False), write_through=True))
 
 
 def _opened(path: str, flags: int) -> int:
-    """Open a file that is no link: who may write to its folder can't have another one written to."""
+    """Open a file that is not a link: a user who may write to its folder can't redirect the writes."""
     return os.open(path, flags | os.O_NOFOLLOW, mode=0o640)
 
 
@@ -139,7 +139,7 @@ class RequestLog:
             lost = self._handler.lost
             self._handler.handle(logging.makeLogRecord({"msg": fields}))
             if self._handler.lost == lost:
-                text = "the request log %s is written again; lines that were dropped are missing: %d since the start"
+                text = "the request log %s is written again; %d lines have been dropped since the start"
                 self._handler.outage.ends(text, line(self._handler.output), lost)
 
     def put(self, fields: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Write span records into the page of this process, where readers find them: so many a second, slow ones first."""
+"""Write span records into the page of this process, where readers find them: a limited number a second, slow first."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class RequestSpans:
                 more[spans.STALL] = load.ranks[rank].spent_ns / 1e9
             if rank in load.failed_on:
                 more[spans.ERROR_TYPE] = LOAD_FAILED
-        # A rank's times are of its own host's clock: only how long it took can be added to the scheduler's.
+        # A rank's times are by its host's clock: only how long it took can be added to the scheduler's.
         steps_ns = (report.time_ns - report.began_ns for report in load.ranks.values() if report.began_ns)
         lasted_ns = load.duration_ns if load.is_async else max(steps_ns, default=0)
         head = opened.record(
@@ -183,7 +183,7 @@ class RequestSpans:
     ) -> None:
         """Write a load's or save's span and its ranks' (of very many only the slowest) as one group.
 
-        A rank's span has the times of its own host's clock.
+        A rank's span has times by its host's clock.
         """
         same = {key: head.attributes[key] for key in (spans.REQUEST, spans.GEN_AI_REQUEST, spans.CONNECTOR)}
         group = [head]

@@ -156,7 +156,7 @@ class Traces(Observer):
             self._spans.loaded(*ended, gain)
 
     def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
-        """Begin the spans of the promised saves, and write those of the saves that are done."""
+        """Begin the spans of the promised saves, and write the spans of the saves that are done."""
         for child in (*promised, *early):
             if (opened := self._open(request_id)) is None:
                 return

@@ -24,7 +24,7 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 class TracingSettings:
     """The tracing settings of an engine.
 
-    With ``is_on`` spans are exported; else only those of slow and failed loads and calls are written, for readers on
+    With ``is_on`` spans are exported; else only spans of slow and failed loads and calls are written, for readers on
     the host. ``endpoint`` is vLLM's option, None if the standard environment variables set it. Loads longer than
     ``slow_load_ns`` and ``slow_sync_load_ns`` are traced even if not sampled.
     """

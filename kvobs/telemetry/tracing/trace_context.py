@@ -16,8 +16,8 @@ from kvobs.schema import spans
 DISABLED = "OTEL_SDK_DISABLED"
 KEY = "kvobs"  # in kv_transfer_params, from a prefill engine to a decode engine
 TRACEPARENT = "traceparent"
-REPORT = "report"  # beside it: a client's question, or a prefill engine's answer
-BLOCKS = "blocks"  # beside it: fingerprints of blocks that the prefill engine computed
+REPORT = "report"  # next to it: a client's question, or a prefill engine's answer
+BLOCKS = "blocks"  # next to it: fingerprints of blocks that the prefill engine computed
 _LONG = 512  # characters; version 00 has 55, a later one may have more behind
 _PATTERN = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 _SAMPLED = 1  # bit 0 of the flags; others may be set too

@@ -17,7 +17,7 @@ from kvobs.telemetry.tracing.trace_context import TraceContext, new_span_id, new
 
 
 class UrgentLoads(Observer):
-    """Writes each slow or failed load as a trace of one span and those of its ranks."""
+    """Writes each slow or failed load as a trace: one span, and the spans of its ranks."""
 
     def __init__(self, names: Sequence[str], journal: Journal, tracing: TracingSettings) -> None:
         self._spans = RequestSpans(names, journal, tracing)

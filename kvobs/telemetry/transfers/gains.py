@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _TOKENS_PER_DECODE = 16  # at most, with speculative decoding
-_LEARNED_FROM = 512  # steps at the latest; usually those of two seconds
+_LEARNED_FROM = 512  # steps at the latest; usually the steps of two seconds
 _DECODES = 4  # steps that only decode: of more, which are much alike, a few are learned from
 _STEPS = signals.slot(signals.STEP_SECONDS)
 _PREFILLS = signals.slot(signals.ESTIMATE_PREFILLS)
@@ -47,7 +47,7 @@ class Gains(Observer):
         self._cost = ComputeCost(chunk)
         self._times = StepTimes(in_flight)
         self._ended: list[tuple[int, Work]] = []  # steps that are not learned from yet
-        self._learn_from = _LEARNED_FROM  # so many of them
+        self._learn_from = _LEARNED_FROM  # this many of them
         self._prefills = self._step_ns = 0  # those that are recorded
         self._resuming: dict[str, tuple[Load, int]] = {}  # requests whose load is in -> the load, when it ended
 
@@ -165,7 +165,7 @@ def work_of(output: SchedulerOutput) -> Work | None:
     if not total or output.scheduled_encoder_inputs:
         return None
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-    if not output.scheduled_new_reqs and total == len(cached.num_output_tokens):  # as most steps
+    if not output.scheduled_new_reqs and total == len(cached.num_output_tokens):  # most steps take this path
         return 0, 0, total, sum(cached.num_computed_tokens)
     tokens = pairs = 0
     for new in output.scheduled_new_reqs:

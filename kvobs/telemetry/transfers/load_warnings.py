@@ -42,7 +42,10 @@ class SlowLoads(Observer):
         recent.late.append(slowest.rank if slowest is not None and slowest.skew_ns >= LATE_NS else None)
         if recent.slow[-1] and not recent.has_been_slow:
             recent.has_been_slow = True
-            text = "connector %r took %.3g s to load %d tokens of request %s, longer than slow_load_ms; more are traced"
+            text = (
+                "connector %r took %.3g s to load %d tokens of request %s, longer than slow_load_ms; further slow "
+                "loads are only traced"
+            )
             log.warning(text, name, load.duration_ns / 1e9, load.tokens, line(request_id))
         self._judge_slowness(name, recent)
         if recent.late_rank is not None or recent.late.count(None) < len(recent.late):
@@ -63,7 +66,7 @@ class SlowLoads(Observer):
         ((rank, times),) = Counter(recent.late).most_common(1)
         if rank is not None and rank != recent.late_rank and times >= MANY:
             recent.late_rank = rank
-            text = "rank %d is late: the last one in %d of the last %d loads from connector %r, by %d ms or more"
+            text = "rank %d is late: it finished last in %d of the last %d loads from connector %r, by %d ms or more"
             log.warning(text, rank, times, RECENT, name, LATE_NS // 10**6)
         elif recent.late_rank is not None and recent.late.count(recent.late_rank) <= FEW:
             log.info("rank %d is no longer late in loads from connector %r", recent.late_rank, name)

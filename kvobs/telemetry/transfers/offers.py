@@ -53,7 +53,7 @@ class OfferCounts(Observer):
                 count(offer.child, _UNUSED[reason], max(0, offer.tokens - won))
 
     def sourced(self, child: int, tokens: int, sources: Mapping[str, int]) -> None:
-        """Count tokens by tier; as in vLLM, numbers that do not add up say nothing."""
+        """Count tokens by tier; as in vLLM, numbers that do not add up are ignored."""
         if sum(sources.values()) != tokens:
             sources = {"unspecified": tokens}
         for source, n in sources.items():

@@ -70,7 +70,7 @@ class OpenTransfers(Observer):
             if late := [each for each in late if (kind, child, each[0]) not in self.ledger.incomplete]:
                 requests, since, tokens = zip(*late, strict=True)
                 age_s, awaited = (now_ns - since[0]) / 1e9, _AWAITED.get(kind) or named_ranks(range(self.ranks))
-                text = "connector %r: %s of %s in progress for %.0f s, with %d tokens: waits for %s"
+                text = "connector %r: %s of %s in progress for %.0f s (%d tokens), waiting for %s"
                 log.warning(text, self.names[child], kind, _listed(requests), age_s, sum(tokens), awaited)
 
     def request_ended(self, request: ObservedRequest) -> None:
@@ -102,8 +102,8 @@ class OpenTransfers(Observer):
                 self.recorder.count_open(child, signals.STUCK_TRANSFERS, str(rank))
         for (child, kind, missing), requests in alike.items():
             text = (
-                "connector %r: %s of %s stuck: %g s after another rank, not reported by %s. The blocks stay held "
-                "until then; counted in kvobs_stuck_transfers_total"
+                "connector %r: %s of %s is stuck: %g s after another rank reported it, there is no report from %s. "
+                "The blocks stay held until it arrives (kvobs_stuck_transfers_total)"
             )
             name, ranks = self.names[child], named_ranks(missing)
             log.warning(text, name, kind, _listed(requests), self.stuck_after_s, ranks)

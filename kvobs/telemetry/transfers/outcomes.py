@@ -29,15 +29,15 @@ _STRAY = {
             "load",
             "the end of a load",
             "load",
-            "The report is ignored: vLLM's own MultiConnector can end the engine here",
+            "kvobs ignores the report; vLLM's own MultiConnector can crash the engine here",
         ),
         (
             "save",
             "the end of a save",
             "save",
-            "The report is ignored: vLLM's own MultiConnector can end the engine here",
+            "kvobs ignores the report; vLLM's own MultiConnector can crash the engine here",
         ),
-        ("failure", "a failed load", "load", "A load of this request that is open counts as failed"),
+        ("failure", "a failed load", "load", "If a load of this request is open, it counts as failed"),
         ("blocks", "bad blocks in a load", "load", "That load counts as failed, and vLLM handles the blocks"),
     )
 }
@@ -126,9 +126,9 @@ class Outcomes(Observer):
         why = f": connector {reporters} reported the failure, and may have written into its blocks" if reporters else ""
         siblings = ", ".join(name for sibling, name in enumerate(self._names) if sibling != child) or "none"
         text = (
-            "a synchronous load of connector %r failed%s. In the same step other connectors (%s) may have saved its "
-            "unfilled blocks, and later hits on these give wrong answers. Clear the caches of these connectors "
-            "(kvobs_failed_sync_loads_total)"
+            "a synchronous load of connector %r failed%s. Other connectors (%s) may have saved its unfilled blocks "
+            "in the same step, and later hits on these blocks give wrong answers. Clear the caches of these "
+            "connectors (kvobs_failed_sync_loads_total)"
         )
         log.error(text, self._names[child], why, siblings)
 

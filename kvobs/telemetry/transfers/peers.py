@@ -50,7 +50,7 @@ class Peers(Observer):
 
 
 def peer_of(params: Any) -> str | None:
-    """Return the host, with its port, of the engine that ``kv_transfer_params`` say to read from; else its id.
+    """Return the host, with its port, of the engine that ``kv_transfer_params`` name to read from; else its id.
 
     A client chooses these: what is too long for a label is cut.
     """

@@ -1,4 +1,4 @@
-"""Record how far back each prompt was used last: the hit share of a cache of any size, beside what connectors gave."""
+"""Record how far back each prompt was used last: the hit share of a cache of any size, next to what connectors gave."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cache_tokens(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
 
 
 class PromptReuse(Observer):
-    """Looks up each prompt's block hashes among those of earlier prompts and answers; salts are part of a hash.
+    """Looks up each prompt's block hashes among the hashes of earlier prompts and answers; salts are part of a hash.
 
     ``listener`` receives ``reused``.
     """

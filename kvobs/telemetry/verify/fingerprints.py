@@ -25,7 +25,7 @@ _MIX = 0x9E3779B97F4A7C15 - 2**64  # odd, as a signed number
 
 
 class Taken(NamedTuple):
-    """Fingerprints that the device computes: ``is_ready`` says whether ``read`` need not wait."""
+    """Fingerprints that the device computes: ``is_ready`` is true if ``read`` need not wait."""
 
     is_ready: Callable[[], bool]
     read: Callable[[], list[Fingerprint]]
@@ -69,7 +69,7 @@ class Layers:
 class Fingerprints:
     """Computes fingerprints of blocks in a few layers that the key chooses, or in all.
 
-    ``parallel`` says how an engine's ranks share the cache.
+    ``parallel`` describes how an engine's ranks share the cache.
     """
 
     def __init__(self, layers: Layers, *, reads_all: bool, cache_dtype: str = "auto", parallel: object = 1) -> None:

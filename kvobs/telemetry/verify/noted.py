@@ -1,4 +1,4 @@
-"""Keep the fingerprints of blocks by their content, and compare those of loaded blocks with them: pure."""
+"""Keep the fingerprints of blocks by their content, and compare the fingerprints of loaded blocks with them: pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Fingerprint(NamedTuple):
 
 
 def compare_sent(sent: str, form: int, fingerprint: Fingerprint) -> Outcome:
-    """Return how a loaded block differs from that of another engine, which sent its fingerprint."""
+    """Return how a loaded block differs from the block of another engine, which sent its fingerprint."""
     try:
         its_form, digest, largest, *values = _SENT.unpack(b64decode(sent, validate=True))
     except (ValueError, struct.error):

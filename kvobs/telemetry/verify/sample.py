@@ -30,7 +30,7 @@ _Handed = Annotated[list[tuple[_Count, _Count, _Key, _ByRank]], Meta(max_length=
 
 
 class Block(NamedTuple):
-    """A sampled block; ``position`` is that of its first token in the prompt.
+    """A sampled block; ``position`` is its first token's position in the prompt.
 
     With ``sent``, the fingerprints by rank of the engine that handed the request over, it is compared with these.
     """
@@ -45,7 +45,7 @@ class Block(NamedTuple):
 class LoadedBlocks(NamedTuple):
     """The sampled blocks that a load fills completely.
 
-    ``others`` are the connectors that had a hit, too: some load what they were not chosen for.
+    ``others`` are the connectors that also had a hit: some load what they were not chosen for.
     """
 
     child: int
@@ -78,7 +78,7 @@ class _Prompt:
     def __init__(self, ends: Sequence[tuple[int, bytes]]) -> None:
         self.ends = ends  # the token after each, and its key
         self.first = 0  # the first token that is computed, and not in a cache
-        self.ids: list[list[int]] = []  # per KV cache group; those of its blocks, once vLLM has scheduled it
+        self.ids: list[list[int]] = []  # per KV cache group; the ids of its blocks, once vLLM has scheduled it
 
 
 class BlockSample(Observer):

@@ -37,7 +37,7 @@ class Verifier:
 
     Connectors may load what they were not chosen for: a received load that they may overwrite is compared twice.
 
-    With ``refuses`` asynchronous loads with a wrong block must fail; with ``hands_over`` other engines compare, too.
+    With ``refuses`` asynchronous loads with a wrong block must fail; with ``hands_over`` other engines also compare.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class Verifier:
                 self._recorder.count(load.child, _OUTCOMES[outcome])
         if "lossy" in outcomes:
             text = (
-                "connector %r loads blocks on rank %d whose values are near the computed ones, but not the same: "
-                "it compresses them, or another engine computed them (kvobs_verified_blocks_total, outcome lossy)"
+                "connector %r loads blocks on rank %d whose values are close to the computed ones but not equal: it "
+                "compresses them, or another engine computed them (kvobs_verified_blocks_total, outcome lossy)"
             )
             name = self._names[load.child]
             once(f"lossy:{name}", logging.INFO, text, name, self._rank)
@@ -194,8 +194,8 @@ class Verifier:
         if (now_ns := wall_ns()) >= self._silent_until_ns[writer]:
             self._silent_until_ns[writer] = now_ns + SILENT_NS
             text = (
-                "connector %r %s on rank %d: %d of %d verified blocks of request %s are not those that "
-                "were computed for their tokens, the first at token %d. Its answer may be wrong; see docs/verify.md%s"
+                "connector %r %s on rank %d: %d of %d verified blocks of request %s differ from the blocks computed "
+                "for the same tokens, the first at token %d. Its answer may be wrong; see docs/verify.md%s"
             )
             name, first = self._names[writer], min(position for _, position in wrong)
             log.error(text, name, did, self._rank, len(wrong), compared, line(load.request), first, why)
@@ -205,7 +205,7 @@ class Verifier:
         owner, others = self._names[load.child], ", ".join(repr(self._names[child]) for child in load.others)
         if suspects := set(load.others).intersection(reporters):
             did = f"wrote wrong bytes into blocks that connector {owner!r} loaded"
-            return min(suspects), did, ". It reported bad blocks in this step, of loads for which it was not chosen"
+            return min(suspects), did, ". In this step it reported bad blocks of loads for which it was not chosen"
         if load.is_again:
             did = f"wrote wrong bytes into blocks that connector {owner!r} had loaded"
             why = f". They were right when they arrived. Connectors that also had a hit for this request: {others}"

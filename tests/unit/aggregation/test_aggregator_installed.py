@@ -95,7 +95,7 @@ def test_a_vllm_whose_aggregator_can_do_more_keeps_its_own(
     assert executors.KVOutputAggregator is stock.KVOutputAggregator
     assert type(KVOutputAggregator.from_connector(ASKS, 4)) is stock.KVOutputAggregator
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == f"kvobs's aggregator is not used, vLLM's KVOutputAggregator is: {said_so}"
+    assert line == f"vLLM's KVOutputAggregator stays in use instead of kvobs's, because {said_so}"
 
 
 def test_a_public_attribute_that_only_instances_have_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_anothers_aggregator_stays(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(executors, "KVOutputAggregator", Theirs)
     install()
     assert executors.KVOutputAggregator is Theirs
-    assert "has another one, tests.unit.aggregation.test_aggregator_installed" in caplog.text
+    assert "has a different one, tests.unit.aggregation.test_aggregator_installed" in caplog.text
 
 
 def test_a_vllm_that_looks_elsewhere(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -54,8 +54,11 @@ A, B, C = torch.zeros(4, 2), torch.ones(6, 2), torch.ones(3, 2)
 WIDE = torch.zeros(4, 2, dtype=torch.complex128)
 WRONG: dict[str, tuple[Any, str]] = {
     "direction": (({"a": A}, {"a": B}, [0], [0], "up"), "direction is 'up', allowed: 'h2d', 'd2h'"),
-    "more ids here": (({"a": A}, {"a": B}, [0, 1], [0], "d2h"), "2 source blocks can't go to 1 destination blocks"),
-    "no ids here": (({"a": A}, {"a": B}, [], [0], "h2d"), "0 source blocks can't go to 1 destination blocks"),
+    "more ids here": (
+        ({"a": A}, {"a": B}, [0, 1], [0], "d2h"),
+        "2 source blocks can't be copied to 1 destination blocks",
+    ),
+    "no ids here": (({"a": A}, {"a": B}, [], [0], "h2d"), "0 source blocks can't be copied to 1 destination blocks"),
     "layer only here": (({"a": A, "b": A}, {"a": B}, [0], [0], "d2h"), "layers without a destination: b"),
     "layer only there": (({"a": A}, {"a": B, "c": B}, [0], [0], "d2h"), "layers without a source: c"),
     "too high": (({"a": A}, {"a": B}, [4], [0], "h2d"), "a: source block 4 is out of range, allowed: 0 to 3"),

@@ -37,7 +37,7 @@ def test_a_checkout_has_all_that_is_made() -> None:
         path = ROOT / "dashboards" / source
         whole = {"": path.read_bytes()} if path.is_file() else {f"/{name}": text for name, text in tree(path).items()}
         assert {name.removeprefix(place): files[name] for name in files if f"{name}/".startswith(f"{place}/")} == whole
-    assert len([name for name in files if name.startswith("boards/")]) == 4
+    assert len([name for name in files if name.startswith("boards/")]) == 5
 
 
 def test_a_wheel_exports_what_a_checkout_does_byte_by_byte(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_alertmanager_and_the_runbook_know_the_label_of_the_cluster() -> None:
     assert set(re.findall(r"\b(?:k8s_)?cluster\b", asked)) == {"k8s_cluster"}
     for path in ("stack/alertmanager.yml", "runbook.md"):
         back = CHANGED[path].decode().replace("k8s_cluster", "cluster").replace("llm/kvobs", "kvobs")
-        back, of_site = re.subn(r"\n\nThis site has other thresholds .*:\n(\n- `\w+`: .*)+", "", back)
+        back, of_site = re.subn(r"\n\nThe thresholds of this site differ .*:\n(\n- `\w+`: .*)+", "", back)
         assert back == DEFAULTS[path].decode(), "nothing else changes"
         assert of_site == (path == "runbook.md")
     assert dict(re.findall(r"^- `(\w+)`: ([\d.]+), \w", CHANGED["runbook.md"].decode(), re.MULTILINE)) == THRESHOLDS

@@ -88,7 +88,7 @@ def serve_a_life(mine: ByHand, n: int) -> None:
 def test_it_begins_before_any_engine_and_serves_one_life_after_the_other() -> None:
     """And needs neither vLLM nor torch; what it logs is seen in each life."""
     with by_hand() as mine:
-        assert eventually(lambda: f"waits for an engine with pages in {files.folder()}" in mine.log)
+        assert eventually(lambda: f"is waiting for an engine with pages in {files.folder()}" in mine.log)
         for n in (10, 20):
             serve_a_life(mine, n)
             assert mine.log.count(f"kvobs's metrics are at http://127.0.0.1:{mine.page.port}/metrics") == n / 10
@@ -101,7 +101,7 @@ def test_it_begins_before_any_engine_and_serves_one_life_after_the_other() -> No
 @pytest.mark.parametrize("has_engine", [True, False])
 def test_it_ends_when_it_is_asked_to(number: int, has_engine: bool) -> None:
     with by_hand() as mine:
-        assert eventually(lambda: "waits for an engine" in mine.log)
+        assert eventually(lambda: "is waiting for an engine" in mine.log)
         if has_engine:
             with writing() as engine:
                 assert eventually(mine.hits)
@@ -115,7 +115,7 @@ def test_it_ends_when_it_is_asked_to(number: int, has_engine: bool) -> None:
 def test_it_takes_over_where_another_one_ends_and_serves_a_server_that_has_none() -> None:
     with writing() as first:
         with exporter(first.server, port=Page().port), by_hand() as mine:
-            text = "another exporter serves the engines of a server; this one takes over when that one ends"
+            text = "another exporter already serves the engines of a server; this one takes over when that one exits"
             assert eventually(lambda: text in mine.log)
             time.sleep(2)
             assert mine.log.count(text) == 1
@@ -155,4 +155,4 @@ def test_a_page_that_it_can_not_read_is_reported(folder: Path) -> None:
         with by_hand() as mine:
             assert eventually(mine.hits)
             assert mine.page.value("kvobs_internal_errors_total", "where", "version") == 1
-            assert mine.log.count("another version of kvobs has written it") == 1
+            assert mine.log.count("it was written by another version of kvobs") == 1

@@ -167,7 +167,7 @@ def test_a_process_by_its_pid_has_all_rows_and_others_their_first() -> None:
     assert [one["engine"] for one in described(engine[:4])] == [engine]
     code, output = run("none-such")
     assert code == 1
-    assert f"no engine and no pid 'none-such'; there are: rank 1, pid {os.getpid()} of engine {engine}" in output
+    assert f"no engine and no pid 'none-such'; known: rank 1, pid {os.getpid()} of engine {engine}" in output
 
 
 def test_without_pages_the_reasons_are_named_and_a_bad_page_is_left_out(folder: Path) -> None:
@@ -182,11 +182,11 @@ def test_without_pages_the_reasons_are_named_and_a_bad_page_is_left_out(folder: 
     (folder / "v-0-rank1-1-1.page").write_bytes(HEAD.pack(MAGIC, VERSION ^ 1, 0))
     (folder / "gone-0-rank1-1-1.page").symlink_to("/proc/999999999/fd/3")
     code, output = run()
-    why = re.findall(rf"^warning: {folder}/(\w).* is left out: (.*)$", output, re.MULTILINE)
+    why = re.findall(rf"^warning: {folder}/(\w).* is skipped: (.*)$", output, re.MULTILINE)
     size = path.stat().st_size
     assert (code, sorted(why)) == (0, [
-        ("v", "another version of kvobs has written it"), ("x", "its process has not written it yet"),
-        ("y", f"it has {size - 8} bytes, and not {size}"), ("z", "its process has not written it yet"),
+        ("v", "it was written by another version of kvobs"), ("x", "its process has not written it yet"),
+        ("y", f"it has {size - 8} bytes instead of {size}"), ("z", "its process has not written it yet"),
     ])  # fmt: skip
     box.close()
 
@@ -234,6 +234,6 @@ def test_the_trace_has_a_track_for_each_process_and_a_row_for_each_connector(nam
         ("B", "cpu", 1e6, None, None),
     ]
     code, output = run("--chrome", tmp_path / name)
-    assert (code, "exists: name another file" in output.replace("\n", " ")) == (1, True)
+    assert (code, "already exists: name another file" in output.replace("\n", " ")) == (1, True)
     code, output = run("--chrome", tmp_path / "no" / name)
     assert (code, "can't be written: No such file or directory" in output.replace("\n", " ")) == (1, True)

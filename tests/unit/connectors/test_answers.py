@@ -90,5 +90,5 @@ def test_the_error_of_an_answer_names_it_and_what_is_allowed() -> None:
         def __repr__(self) -> str:
             raise OSError
 
-    assert str(MalformedAnswerError("x" * 10**6, "a number")) == f"answered {'x' * 10**6!r:.100}; allowed: a number"
-    assert str(MalformedAnswerError(Nameless(), "a number")) == "answered an object of Nameless; allowed: a number"
+    assert str(MalformedAnswerError("x" * 10**6, "a number")) == f"returned {'x' * 10**6!r:.100}; allowed: a number"
+    assert str(MalformedAnswerError(Nameless(), "a number")) == "returned an object of Nameless; allowed: a number"

@@ -37,7 +37,7 @@ def test_unknown_connectors_and_keys_are_reported_together_with_their_paths() ->
     assert name.path == "kv_connector_extra_config.connectors[0].kv_connector"
     assert name.found == "found 'NoSuch', which this vLLM does not have"
     assert "OffloadingConnector" in name.allowed
-    assert renamed.found.endswith(", which this vLLM does not have: it is called 'LMCacheConnectorV1' today")
+    assert renamed.found.endswith(", which this vLLM does not have: it is now called 'LMCacheConnectorV1'")
     assert key.path == "kv_connector_extra_config.connectors[1].kv_rol"
     assert key.fix == "use 'kv_role'"
 
@@ -161,7 +161,7 @@ def test_an_isolated_connectors_class_may_fail_when_it_is_asked(
     isolating, other = (config_of(*connectors, names=["a", "b"], isolate=names) for names in (["a"], []))
     of, extra = kvobs.MultiConnector, "kv_connector_extra_config"
     assert of.get_required_kvcache_layout(isolating) is None
-    assert "connector 'a' fails in get_required_kvcache_layout" in caplog.text
+    assert "connector 'a' failed in get_required_kvcache_layout" in caplog.text
     assert of.requires_piecewise_for_cudagraph(getattr(isolating.kv_transfer_config, extra)) is True
     first, _ = build(isolating)._connectors
     assert type(first) is Unbuilt, "with any layout it would save and load something else"

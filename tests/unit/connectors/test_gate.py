@@ -47,7 +47,7 @@ def test_a_malformed_answer_is_a_counted_failure_with_its_text() -> None:
     assert made.guard("get_num_new_matched_tokens", lambda *_: (float("inf"), True))("r", 0) == (0, False)
     ((hook, args, error, _),) = failures
     assert (hook, args, type(error)) == ("get_num_new_matched_tokens", ("r", 0), MalformedAnswerError)
-    assert str(error).startswith("answered (inf, True); allowed: None, or how many tokens")
+    assert str(error).startswith("returned (inf, True); allowed: None, or how many tokens")
     (counted,) = taken(made._recorder).opened
     assert counted == [signals.CALL_ERRORS.name, 0, "get_num_new_matched_tokens", "MalformedAnswerError", 1]
 

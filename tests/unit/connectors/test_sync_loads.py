@@ -118,8 +118,8 @@ ALL = Conditions(2, 2, has_v2_runner=True)
 @pytest.mark.parametrize(
     ("connector_class", "found"),
     [
-        (OnlySync, "found 'best', which offers synchronous loads only: its hits are not used, because "),
-        (Delegates, "found 'best', whose synchronous loads, if it makes any, are not used, because "),
+        (OnlySync, "found 'best', which only offers synchronous loads: its hits are ignored, because "),
+        (Delegates, "found 'best', whose synchronous loads, if it makes any, are ignored, because "),
         (OnlyAsync, None),
     ],
 )
@@ -157,8 +157,6 @@ def test_beside_an_isolated_connector_the_advice_is_to_isolate_this_one_too() ->
     """For isolation needs the policy "recompute"."""
     roles = {"sync": (OnlySync, "kv_both"), "best": (OnlyAsync, "kv_both")}
     (warning,) = checked(roles, V2_RUNNER, isolate=["best"]).warnings
-    assert warning.fix.startswith(
-        f"add 'sync' to {config.PATH}.kvobs.isolate, by which its hits are not used, or start"
-    )
+    assert warning.fix.startswith(f"add 'sync' to {config.PATH}.kvobs.isolate; its hits are then ignored, or start")
     both = checked(roles, V2_RUNNER, isolate=["best", "sync"])
     assert unsafe_loads(both.specs, V2_RUNNER, "recompute") == {}

@@ -71,8 +71,8 @@ def test_a_mistake_says_all_that_is_needed(entry: dict[str, Any], finding: tuple
         ("kv_rol", "unknown key", "use 'kv_role'"),
         ("cpu_bytes", "unknown key", "remove it; options of the connector itself"),
         *((key, "found a key that this vLLM no longer has", "remove it") for key in sorted(ONLY_OLDER)),
-        ("kvobs", "is at the wrong place", f"move it into {config.PATH}"),
-        ("tracing", "found an option of kvobs at the wrong place", f"move it into {config.PATH}.kvobs"),
+        ("kvobs", "is in the wrong place", f"move it into {config.PATH}"),
+        ("tracing", "found an option of kvobs in the wrong place", f"move it into {config.PATH}.kvobs"),
     ],
 )
 def test_an_unknown_key_is_given_the_one_that_was_meant(key: str, says: str, fix: str) -> None:
@@ -130,7 +130,7 @@ def test_a_connector_that_hands_kv_over_has_no_minimum() -> None:
         "connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, ENTRY],
         "kvobs": {"names": ["nixl", "files"], "min_tokens": {"nixl": 16, "files": 16}},
     }
-    says = "found a minimum for NixlConnector, which can't have one: it hands KV over to another engine"
+    says = "found a minimum for NixlConnector, which can't have one: it transfers KV to another engine"
     assert classes(extra).mistakes == [Finding(f"{config.PATH}.kvobs.min_tokens.nixl", says, fix="remove it")]
 
 

@@ -81,7 +81,10 @@ def test_destinations_are_named(
 
 
 def test_a_start_says_what_the_engine_knows() -> None:
-    end = "; metrics go to /metrics of vLLM's API server, or to kvobs's exporter where it shows none; tracing is off"
+    end = (
+        "; metrics go to /metrics of vLLM's API server, or to kvobs's exporter if that server does not expose them; "
+        "tracing is off"
+    )
     assert described_at_start("auto", OFF) == end
     assert described_at_start(None, TRACED).endswith(f"API server; spans go to {URL}, from vLLM's API server")
     of_exporter = "; metrics go to http://127.0.0.1:9464/metrics, from kvobs's exporter; tracing is off"

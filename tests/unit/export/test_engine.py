@@ -198,7 +198,10 @@ def test_a_page_of_another_version_is_refused_and_logged_once_and_counted(caplog
         engine.find()
         Engine(pages.name).find()
     assert (engine.refused, grown(engine)) == (1, {HIT: 3})
-    text = f"the numbers of a process are not shown: its page {name} can't be read: another version of kvobs has"
+    text = (
+        f"the metrics of an engine's process are missing: its page {name} can't be read: it was written by another "
+        "version of"
+    )
     assert caplog.text.count(text) == 1
 
 

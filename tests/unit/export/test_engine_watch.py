@@ -113,7 +113,7 @@ def test_the_call_that_the_engine_died_in_is_named(  # noqa: PLR0917 - a table's
         assert watch.ended() == End("remote", "start_load_kv", rank, reason) == watch.end
         where = "scheduler" if rank is None else "rank 1"
         assert f"the engine has ended in start_load_kv of connector 'remote' on {where}: {reason}" in caplog.text
-        last_words = f"connector 'remote' raised RuntimeError in start_load_kv on {where}; this ends the engine"
+        last_words = f"connector 'remote' raised RuntimeError in start_load_kv on {where}; this crashes the engine"
         assert (last_words in dead.last_words()) is (fault == "raises")
 
 

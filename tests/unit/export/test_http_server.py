@@ -225,7 +225,10 @@ def test_certificates_rotate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         config.write_text("tls_server_config: {}")
         with pytest.raises(OSError, match="EOF|reset|closed"):
             pages.ask(trust=new.trust())
-        assert f"the exporter answers nobody: {config}: Object missing required field `cert_file`" in caplog.text
+        assert (
+            f"the exporter is rejecting all connections, because it can't load its TLS files: {config}: Object "
+            "missing required field `cert_file`"
+        ) in caplog.text
         new.web_config()
         assert pages.ask(trust=new.trust())[0] == 200
 

@@ -415,7 +415,7 @@ def test_a_full_disk_costs_a_log_line(
         mine._tick()
         mine._count(slot(signals.INTERNAL_ERRORS, "read"), 1)
     mine._tick()
-    assert caplog.text.count("the exporter can't note what it has read: [Errno 28] No space left on device") == 1
+    assert caplog.text.count("the exporter can't save how far it has read: [Errno 28] No space left on device") == 1
     assert 'kvobs_internal_errors_total{engine="0",model_name="tiny",where="read"} 3.0' in text_of(mine)
 
 
@@ -425,7 +425,7 @@ def test_a_page_of_another_version_is_counted(make: Callable[..., Exporter], cap
     mine = make(pages)
     cycle(mine, 3)
     assert 'kvobs_internal_errors_total{engine="0",model_name="tiny",where="version"} 1.0' in text_of(mine)
-    assert caplog.text.count("another version of kvobs has written it") == 1
+    assert caplog.text.count("it was written by another version of kvobs") == 1
 
 
 def end_of(pages: Pages, exporter: Exporter, *, well: bool) -> None:
@@ -597,7 +597,7 @@ def test_the_last_numbers_are_served_for_a_while(  # noqa: PLR0917 - a table's c
     assert calls.mock_calls == [call.c.finish([]), call.c.cutter.close(), call.p.close(), call.stderr(), call.s.close()]
 
 
-UNTIL = ". The engine serves, without kvobs's metrics until it can. Fix: "
+UNTIL = ". Serving is not affected, but kvobs's metrics are missing until it can. Fix: "
 REFUSED = {
     errno.EADDRINUSE: f"Address already in use, held by 7{UNTIL}set kvobs.exporter.port to a free one",
     errno.EACCES: f"Permission denied{UNTIL}correct this in kvobs.exporter",
@@ -649,7 +649,7 @@ def test_started_by_hand_it_says_how_it_is_started(arguments: list[str]) -> None
     command = [sys.executable, "-m", "kvobs.export", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 2
-    assert "By hand it is started with `kvobs exporter`" in done.stderr
+    assert "To start it manually, use `kvobs exporter`" in done.stderr
 
 
 @pytest.mark.parametrize(("level", "shown"), [(None, logging.INFO), ("debug", logging.DEBUG)])

@@ -330,7 +330,7 @@ def test_where_an_exporter_runs_already_it_shows_them(
     front = real("one", engine_id="mine")
     assert not shows(front)
     assert exposed(registry) == []
-    assert caplog.text.count("kvobs's exporter shows the metrics: they are not at /metrics of this process") == 1
+    assert caplog.text.count("kvobs's exporter serves the metrics; /metrics of this process does not") == 1
     lock.release()
     assert shows(real("one", engine_id="mine"))
 

@@ -37,7 +37,7 @@ from tests.support.written import Pages
 
 pytestmark = pytest.mark.timeout(300)
 ON = ExporterOptions(port=9470)
-NEVER = "no API server of vLLM shows them"
+NEVER = "no vLLM API server exposes them"
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_by_itself_it_is_started_where_no_api_server_shows_them_and_the_address_
     assert time.monotonic() - before >= 0.5
     assert {*begun} == {(server_of(made), ExporterOptions())}
     running.close()
-    text = f"kvobs's exporter serves the metrics at http://127.0.0.1:9464/metrics: {NEVER}. To reach them from other"
+    text = f"kvobs's exporter serves the metrics at http://127.0.0.1:9464/metrics, because {NEVER}. To reach them from"
     assert caplog.text.count(text) == 1
     assert caplog.text.count(f"or {EXPORTER_VARIABLE}=0.0.0.0:9464 in the environment") == 1
 
@@ -139,7 +139,7 @@ def test_without_the_option_it_is_a_warning_if_nothing_shows_them(
     time.sleep(0.2)
     assert begun == []
     lines = [(record.levelno, record.getMessage()) for record in caplog.records]
-    text = f"kvobs's metrics and spans are shown nowhere: {NEVER}, and kvobs.exporter is null"
+    text = f"kvobs's metrics and spans are not exported: {NEVER}, and kvobs.exporter is null"
     assert lines == ([] if lock else [(logging.WARNING, text)])
     if held is not None:
         held.release()
@@ -180,7 +180,7 @@ def test_the_first_rank_of_a_host_without_the_scheduler_starts_it_at_once(
     made = [worker("two hosts", rank) for rank in range(RANKS)]
     assert [running is not None for running, _ in made] == [False, False, True, False]
     assert eventually(lambda: len(begun) == 1, 10)
-    assert caplog.text.count("at http://127.0.0.1:9464/metrics: EngineCore is on another host") == 1
+    assert caplog.text.count("at http://127.0.0.1:9464/metrics, because EngineCore is on another host") == 1
     (running,) = [running for running, _ in made if running is not None]
     running.close()
 
@@ -202,7 +202,7 @@ def test_without_the_option_a_host_without_the_scheduler_has_a_warning(
     assert running is not None
     assert eventually(running._is_over.is_set, 10)
     assert begun == []
-    text = "kvobs's metrics and spans are shown nowhere: EngineCore is on another host, and kvobs.exporter is null"
+    text = "kvobs's metrics and spans are not exported: EngineCore is on another host, and kvobs.exporter is null"
     assert caplog.text.count(text) == (not is_served)
     if lock is not None:
         lock.release()
@@ -271,7 +271,7 @@ def test_after_ends_it_is_started_again_with_growing_delays_until_it_has_run_wel
     before = len(begun)
     tended.tend()
     assert len(begun) == before + 1, "at once"
-    assert caplog.text.count("kvobs's exporter has ended. It is started again, and no count changes") == 1
+    assert caplog.text.count("kvobs's exporter has exited and is being restarted. No count is lost") == 1
     tended.tend()
     assert len(begun) == before + 1
     clock.now += 1
@@ -288,7 +288,7 @@ def test_one_that_can_not_start_costs_nothing_but_the_metrics_and_some_lines(
         tended.tend()
         clock.now += 1
     assert failing.call_count == 12
-    assert "kvobs's exporter can't be started: no more processes. It is tried again in 1 s" in caplog.text
+    assert "kvobs's exporter can't be started: no more processes. Retrying in 1 s" in caplog.text
     assert caplog.text.count("can't be started") == len(starter.BACK_OFF_S), "it does not fill the log"
     assert "serves the metrics" not in caplog.text
     failing.side_effect = None
@@ -327,7 +327,7 @@ def test_a_killed_exporter_comes_back_and_ends_with_the_engine(
         os.kill(first, signal.SIGKILL)
         second = eventually(lambda: (pid := state_of(engine.server).get("pid")) != first and pid)
         assert eventually(page.hits) >= seen
-        assert "kvobs's exporter has ended. It is started again, and no count changes" in caplog.text
+        assert "kvobs's exporter has exited and is being restarted. No count is lost" in caplog.text
         with open(f"/proc/{second}/stat") as file:
             parent, _, session = file.read().rpartition(")")[2].split()[1:4]
         assert os.getpid() not in (int(parent), int(session)), "no child, and not in its session"

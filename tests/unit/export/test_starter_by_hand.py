@@ -15,7 +15,7 @@ from tests.engine.serving import eventually
 from tests.support.watched import config
 
 ENGINE = config("an engine")
-MISSING, ADDRESS = "are shown nowhere", "serves the metrics at"
+MISSING, ADDRESS = "are not exported", "serves the metrics at"
 
 
 @pytest.fixture(autouse=True)

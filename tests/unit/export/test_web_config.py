@@ -25,7 +25,7 @@ REFUSED = {
     "": "Expected `object`, got `null`",
     "[": "while parsing a flow node",
     "a: !!timestamp x": "NoneType",
-    "basic_auth_users: {a: b}": "unknown field `basic_auth_users`. Supported is tls_server_config with "
+    "basic_auth_users: {a: b}": "unknown field `basic_auth_users`. Allowed: tls_server_config with "
     "cert_file, key_file, client_ca_file, client_auth_type, min_version",
     "tls_server_config: {cert_file: server.pem}": "missing required field `key_file`",
     TLS + "min_version: TLS10}": r"Invalid enum value 'TLS10' - at `\$.tls_server_config.min_version`",
@@ -33,8 +33,8 @@ REFUSED = {
     TLS + "client_auth_type: RequireAndVerifyClientCert}": "client_ca_file needs a client_auth_type that verifies",
     TLS + "client_ca_file: ca.pem}": "client_ca_file needs a client_auth_type that verifies",
     TLS + "client_ca_file: no.pem, client_auth_type: RequireAndVerifyClientCert}": r"No such file .*no\.pem'",
-    TLS.replace("server.key", "other.key") + "}": "must be PEM, fit, and have no password: .*mismatch",
-    TLS.replace("server.key", "locked.key") + "}": "must be PEM, fit, and have no password: ",
+    TLS.replace("server.key", "other.key") + "}": "must be PEM, match each other, and have no password: .*mismatch",
+    TLS.replace("server.key", "locked.key") + "}": "must be PEM, match each other, and have no password: ",
 }
 
 

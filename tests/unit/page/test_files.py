@@ -338,7 +338,7 @@ def test_where_there_can_be_no_page_one_error_is_logged_and_calls_are_made(
     assert Recorder(2, page=pages[0]).timed(REMOTE, "wait_for_save", lambda: "done")() == "done"
     assert list(readable_pages()) == []
     (record,) = caplog.records
-    says = "kvobs's numbers can't be shown: "
+    says = "kvobs's metrics can't be exported: "
     assert (record.levelno, record.getMessage()[: len(says)]) == (logging.ERROR, says)
     for page in pages:
         page.close()

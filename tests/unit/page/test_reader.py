@@ -115,10 +115,10 @@ def test_a_good_page_is_read() -> None:
     ("content", "says"),
     [
         (b"", "its process has not written it yet"),
-        (b"x", "cut off"),
+        (b"x", "truncated"),
         (bytes(4096), "its process has not written it yet"),
-        (GOOD[:-8], f"it has {len(GOOD) - 8} bytes, and not {len(GOOD)}"),
-        (GOOD + bytes(8), f"it has {len(GOOD) + 8} bytes, and not {len(GOOD)}"),
+        (GOOD[:-8], f"it has {len(GOOD) - 8} bytes instead of {len(GOOD)}"),
+        (GOOD + bytes(8), f"it has {len(GOOD) + 8} bytes instead of {len(GOOD)}"),
         (GOOD[: HEAD.size + 9], "its description can't be read"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_page_of_another_version_is_refused_and_left_out_of_all(head: tuple[by
     (path,) = folder.iterdir()
     path.chmod(0o600)
     path.write_bytes(HEAD.pack(*head, 9) + path.read_bytes()[HEAD.size :])
-    with pytest.raises(OtherVersionError, match="another version of kvobs has written it"):
+    with pytest.raises(OtherVersionError, match="it was written by another version of kvobs"):
         Page(path)
     assert read() == []
     mine.close()
@@ -160,7 +160,7 @@ def test_a_page_that_is_half_written_is_no_page_yet(folder: Path) -> None:
     with path.open("w+b") as file:
         for size in (0, 10, size_of(process)):  # it grows
             file.truncate(size)
-            with pytest.raises(ValueError, match="cut off|not written"):
+            with pytest.raises(ValueError, match="truncated|not written"):
                 Page(path)
         memory = Seen(file.fileno(), size_of(process))
     memory.path, memory.found = path, []
@@ -260,7 +260,7 @@ def test_no_file_stays_open(folder: Path) -> None:
         Page(path)
         (bad := folder / "0-0-rank1-1-1.page").write_bytes(GOOD[:-8])
         assert len(read()) == 1
-        with pytest.raises(ValueError, match="bytes, and not"):
+        with pytest.raises(ValueError, match="bytes instead of"):
             Page(bad)
     assert of_pages() == 1
     mine.close()

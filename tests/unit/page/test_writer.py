@@ -111,7 +111,7 @@ def test_an_exception_of_an_isolated_connector_or_of_a_reset_ends_nothing(caplog
     assert raised is not None
     assert (raised[:3], raised.error) == (("cpu", "wait_for_save", 0), "OSError")
     assert 0 <= time.perf_counter_ns() - raised.since_ns < 60 * 10**9
-    assert "connector 'cpu' raised OSError in wait_for_save on rank 0; this ends the engine" in caplog.text
+    assert "connector 'cpu' raised OSError in wait_for_save on rank 0; this crashes the engine" in caplog.text
 
 
 def raising(recorder: Recorder, child: int, error: Exception) -> None:

@@ -367,7 +367,7 @@ def test_a_nested_multi_connectors_stats_pass_through(a: Script, b: Script) -> N
 
 def test_kvobs_within_kvobs_is_refused(a: Script, b: Script) -> None:
     inner = nested("kvobs", a)
-    with pytest.raises(ConfigError, match=r"connectors\[0\].*kvobs within kvobs; list its connectors here"):
+    with pytest.raises(ConfigError, match=r"connectors\[0\].*nested in kvobs. Fix: move its connectors to this list"):
         Rig("kvobs", connectors=[inner, child_config(b)])
     assert a.calls == b.calls == []
 

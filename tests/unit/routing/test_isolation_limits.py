@@ -15,8 +15,8 @@ from tests.support.rig import assert_nothing_is_left, child_config, counted
     ("more", "why"),
     [
         ({"kv_role": "kv_producer"}, "has kv_role kv_producer"),
-        ({"kv_connector": "NixlConnector", "kv_connector_module_path": None}, "hands KV over to another engine"),
-        ({"kv_connector": "MooncakeConnector", "kv_connector_module_path": None}, "hands KV over to another engine"),
+        ({"kv_connector": "NixlConnector", "kv_connector_module_path": None}, "transfers KV to another engine"),
+        ({"kv_connector": "MooncakeConnector", "kv_connector_module_path": None}, "transfers KV to another engine"),
         ({"kv_connector": "MultiConnector", "kv_connector_module_path": ROUTERS["stock"]}, "is a MultiConnector"),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_synchronous_offer_is_unused_beside_connectors_that_save(
     assert counted(engine.rig, "kvobs_loads_total", 1, "sync", "ok") == 1
     assert counted(engine.rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == BLOCK
     assert counted(engine.rig, "kvobs_offered_tokens_total", 0) == 3 * BLOCK
-    assert "connector 'best' is isolated and offers a synchronous load: it is not used" in caplog.text
+    assert "connector 'best' is isolated and offers a synchronous load. The load is not used" in caplog.text
 
 
 class Lone:
@@ -179,7 +179,10 @@ def test_the_start_logs_who_is_isolated_and_how_long_a_request_may_wait(
 ) -> None:
     with caplog.at_level("INFO"):
         Isolating(monkeypatch, a, b)
-    assert "isolated: best. One that fails goes into quarantine; a request whose load it may have begun" in caplog.text
+    assert (
+        "isolated connectors: best. A connector that fails goes into quarantine. A request whose load it may have "
+        "started"
+    ) in caplog.text
     assert "waits up to 10 s" in caplog.text
 
 

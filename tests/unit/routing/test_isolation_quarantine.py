@@ -81,14 +81,14 @@ def test_quarantined_connector_comes_back_by_itself_and_logs_it(
         assert "connector 'best' failed on a worker. It is in quarantine" in caplog.text
         a.raises.clear()
         engine.step(seconds=1.1)
-        assert "connector 'best' is enabled again on probation" in caplog.text
+        assert "connector 'best' left quarantine and is on probation" in caplog.text
         a.offers["s"] = KV
         engine.rig.add("s", max_tokens=2)
         engine.step(3, seconds=1000)
-        assert "probation of connector 'best' is over" not in caplog.text, "time proves nothing"
+        assert "connector 'best' left probation" not in caplog.text, "time proves nothing"
         engine.say(a, received="s")
         engine.run_to_end("s")
-        assert "probation of connector 'best' is over, by a good transfer: 1 requests were looked up" in caplog.text
+        assert "connector 'best' left probation after a successful transfer; 1 requests were looked up" in caplog.text
     assert a.called("reset_cache") == []
 
 

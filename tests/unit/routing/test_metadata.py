@@ -80,7 +80,9 @@ RECEIVED: Any = ReportKind.RECEIVED
 def test_a_report_that_no_worker_of_this_engine_can_make_is_refused(rank: int, kind: Any, child: int) -> None:
     """Early, a load's blocks would be read before they are filled."""
     reports = [Report(0, RECEIVED, "r", 0, 1), Report(rank, kind, "r", child, 1)]
-    with pytest.raises(ValueError, match="a worker's report can't be of this engine: .* connectors 0 to 1, ranks 0 to"):
+    with pytest.raises(
+        ValueError, match="a worker's report can't belong to this engine: .* connectors 0 to 1, ranks 0 to"
+    ):
         checked(MultiKVConnectorWorkerMetadata((None, None), reports), 2, 2)
     meta = MultiKVConnectorWorkerMetadata((None, None), reports[:1])
     assert checked(meta, 2, 2) is meta

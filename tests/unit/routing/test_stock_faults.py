@@ -382,7 +382,10 @@ def test_w21_a_failed_sync_load_names_the_siblings_that_may_have_saved_it(
     assert len(lines) == 1
     (line,) = lines
     assert "'one'" in line
-    assert "(two) may have saved its unfilled blocks, and later hits on these give wrong answers. Clear" in line
+    assert (
+        "(two) may have saved its unfilled blocks in the same step, and later hits on these blocks give wrong "
+        "answers. Clear"
+    ) in line
     assert counted(rig, "kvobs_failed_sync_loads_total", 0) == 1
 
 

@@ -130,8 +130,10 @@ def test_bad_blocks_of_no_open_load_reach_vllm(
     reach_vllm = groups == 1 or not is_isolated
     assert side.get_block_ids_with_load_errors() == ({9} if reach_vllm else set())
     assert said(side) == []
-    outcome = "passed on to vLLM" if reach_vllm else "ignored, since vLLM would end the engine"
-    assert f"reported load errors of blocks of no open load (such as [9]); {outcome}" in caplog.text
+    outcome = "passed on to vLLM" if reach_vllm else "ignored, because vLLM would crash the engine"
+    assert (
+        f"reported load errors for blocks that belong to no open load (such as [9]); they are {outcome}"
+    ) in caplog.text
 
 
 @pytest.mark.parametrize(

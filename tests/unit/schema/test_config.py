@@ -160,7 +160,7 @@ def test_an_option_that_is_gone_is_refused_with_what_to_do() -> None:
     configuration, (found,) = validate({"connectors": TWO, "kvobs": kvobs})
     assert str(found).startswith(
         "kv_connector_extra_config.kvobs.reset_after_failed_sync_load: found [], but this option is gone. "
-        "Fix: remove it. After a failed synchronous load clear the caches of the connectors that the log names; "
+        "Fix: remove it. After a failed synchronous load, clear the caches of the connectors that the log names; "
     )
     assert configuration.options == Options(isolate=(CPU,))
 

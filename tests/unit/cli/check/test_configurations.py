@@ -93,7 +93,7 @@ CASES: dict[str, tuple[dict[str, Any], Verdict, Verdict]] = {
     # single names, and more of what vLLM refuses or ignores
     "foo": (one("FooConnector"), [("kv_connector", "use one of them, or set kv_connector_module_path")], []),
     "options of kvobs on top": ({**ours(CPU), "load_policy": "first", "kvobs": {}}, [("load_policy", "move it into kv_connector_extra_config.kvobs"), ("kvobs", "move it into kv_connector_extra")], []),
-    "a key too deep": (one("NixlConnector", extra={"kv_load_failure_policy": "recompute"}), [], [(f"{PATH}.kv_load_failure_policy", "beside kv_connector")]),
+    "a key too deep": (one("NixlConnector", extra={"kv_load_failure_policy": "recompute"}), [], [(f"{PATH}.kv_load_failure_policy", "next to kv_connector")]),
     "ten bytes": (one("OffloadingConnector", extra={"cpu_bytes_to_use": 10}), [], [(f"{PATH}.cpu_bytes_to_use", "give bytes")]),
     "nixl backends as text": (one("NixlConnector", extra={"backends": "UCX"}), [(f"{PATH}.backends", "write a list")], []),
 }  # fmt: skip

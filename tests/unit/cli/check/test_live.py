@@ -118,7 +118,7 @@ SERIES = 'kvobs_loads_total{connector="cpu",mode="async",outcome="ok"} 1\n'
     [
         (200, SERIES * 2, 'serves 1 series more than once, such as kvobs_loads_total{connector="cpu"'),
         (200, "vllm:x 1\n", NO_METRICS),
-        (404, "", "answers 404 Not Found"),
+        (404, "", "answered 404 Not Found"),
     ],
 )
 def test_a_server_without_metrics_or_with_doubled_ones_is_a_mistake(status: int, body: str, says: str) -> None:

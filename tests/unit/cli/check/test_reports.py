@@ -190,5 +190,5 @@ def test_memory_without_room_for_one_prompt_is_a_warning_if_the_model_is_here(
     (tmp_path / "config.json").write_text(json.dumps(model | more))
     config = one("OffloadingConnector", '{"cpu_bytes_to_use": 10000000}')
     result = CliRunner().invoke(app, ["check", f"vllm serve {tmp_path} --max-model-len {length} {K} '{config}'"])
-    words = "its 10,000,000 bytes of memory (cpu_bytes_to_use) have room for 976 tokens, and a prompt may have 1,000 (max_model_len)"
+    words = "its 10,000,000 bytes of memory (cpu_bytes_to_use) have room for 976 tokens, but a prompt may have 1,000 (max_model_len)"
     assert (words in result.output) is warns, result.output

@@ -128,7 +128,7 @@ def test_without_an_address_and_an_engine_it_says_where_it_looked(folder: Path) 
     result = top("--once", *QUICK)
     assert result.exit_code == 1
     text = " ".join(result.output.split())
-    assert f"found no engine that runs, in {folder}: run this as the engine's user, on its machine" in text
+    assert f"found no running engine in {folder}: run this as the engine's user, on its machine" in text
 
 
 def test_without_an_address_it_shows_the_engines_of_this_host(engines: Engines, address: str) -> None:

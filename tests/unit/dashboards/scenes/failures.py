@@ -27,8 +27,8 @@ def failing(policy: str, ending: str) -> Scenes:
         return loads(failed, ok, policy)
 
     says = (
-        f"{{}} of the loads from {OF_CHILD} failed in the last five minutes, or in the last six hours if they are few. "
-        f"{ending}"
+        f"{{}} of the loads from {OF_CHILD} failed in the last five minutes (in the last six hours if there are few "
+        f"loads). {ending}"
     )
     other = "fail" if policy == "recompute" else "recompute"
     return Scenes(
@@ -71,8 +71,8 @@ def many_failing(policy: str, ending: str) -> Scenes:
     thin = [(ONE_IN_FOUR_MINUTES, ok) for ok in ("0+0x400", "0+0.125x400", "0+0.25x400")]
     worse, idle = [("0+2x400", "0+8x400"), ("0+3x400", "0+7x400")], ("5+0x400", "90+0x400")
     says = (
-        f"On {{}} of the engines of job kvobs that load from disk, these loads fail. {ending} "
-        "What the engines share may be the cause: the store, the network, a new version. Worst: {}."
+        f"Loads from disk fail on {{}} of the engines of job kvobs that load from it. {ending} "
+        "Check what the engines share: the store, the network, a new version. Worst: {}."
     )
     worst = "gpu-102:8000/0 gpu-101:8000/0 gpu-1:8000/0"
     other = "fail" if policy == "recompute" else "recompute"
@@ -102,20 +102,21 @@ def quarantined(values: str, steps: str = "0+0.01x400") -> Series:
 
 
 SCENES = {
-    "KvobsEnginesFailingRequests": many_failing("fail", "Their requests fail: kv_load_failure_policy is fail."),
-    "KvobsRequestsFailing": failing("fail", "Their requests fail: kv_load_failure_policy is fail."),
+    "KvobsEnginesFailingRequests": many_failing("fail", "Their requests fail because kv_load_failure_policy is "
+        "`fail`."),
+    "KvobsRequestsFailing": failing("fail", "Their requests fail because kv_load_failure_policy is `fail`."),
     "KvobsFailedSyncLoads": rare(
         "kvobs_failed_sync_loads_total",
         f"{{}} synchronous loads from {OF_CHILD} failed in the last fifteen minutes. Blocks that other connectors "
-        "saved in the same step may be wrong, and so are answers that use them. Other connectors: cpu.",
+        "saved in the same step may be wrong, as may answers that use them. Other connectors: cpu.",
         beside={"kvobs_connector_info": UP},
     ),
     "KvobsCorruptLoads": rare(
         'kvobs_corrupt_blocks_total{rank="1"}',
-        f"{{}} of the verified blocks that {OF_CHILD} loaded on rank 1 in the last fifteen minutes are not "
-        "those that were computed for their tokens. The answers of their requests may be wrong, although their loads "
-        "count as good. The request log (option `request_log`) names them all, by its field `wrong_blocks`; vLLM's log "
-        "names one a minute, and connectors that may have overwritten its blocks.",
+        f"In the last fifteen minutes, {{}} verified blocks that {OF_CHILD} loaded on rank 1 differed from the blocks "
+        "computed for the same tokens. The answers of their requests may be wrong, although the loads count as "
+        "successful. The request log (option `request_log`) marks all of these requests with the field `wrong_blocks`. "
+        "vLLM's log names one a minute, and the connectors that may have overwritten its blocks.",
         {"rank": "1"},
         beside={"kvobs_connector_info": UP},
     ),
@@ -124,8 +125,8 @@ SCENES = {
         fires=tuple(
             Fires(
                 hidden("0+0x40 1+1x300", of=counter), "27m",
-                f"NIXL or Mooncake counted 14 failed transfers, keys, or reads after a lease's end in the last "
-                f"fifteen minutes on {OF_ENGINE}, and no load failed. Loads may have brought wrong bytes.",
+                "In the last fifteen minutes, NIXL or Mooncake counted 14 failed transfers, failed keys, or reads "
+                f"after the end of a lease on {OF_ENGINE}, but no load failed. Loads may have delivered wrong bytes.",
                 {"host": "gpu-1"},
             )
             for counter in (NIXL_FAILED, NIXL_EXPIRED, MOONCAKE_FAILED)
@@ -137,21 +138,21 @@ SCENES = {
             hidden("0+1x400", of=MOONCAKE_FAILED.replace("load_get", "save_put")),
         ),
     ),
-    "KvobsEnginesFailing": many_failing("recompute", "Their tokens are recomputed."),
-    "KvobsConnectorFailing": failing("recompute", "Their tokens are recomputed."),
+    "KvobsEnginesFailing": many_failing("recompute", "vLLM recomputes their tokens."),
+    "KvobsConnectorFailing": failing("recompute", "vLLM recomputes their tokens."),
     "KvobsConnectorQuarantined": Scenes(
         healthy=quarantined("0+0x400"),
         fires=(
             Fires(
                 quarantined("0+0x20 1+0x40"), "20m",
-                f"{OF_CHILD} was in quarantine for 100% of the last five minutes, because it fails. Requests are "
-                "served without this cache.",
+                f"{OF_CHILD} was in quarantine for 100% of the last five minutes because it failed. Requests are "
+                "served without its cache.",
             ),
             Fires(
                 quarantined("1 1 0 1 1 1 0 1 1 1 1 0 1 1 1 0 1 1 1 1 1 1 0 1 1 1 0 1 1 1"),  # trials
                 "10m",
-                f"{OF_CHILD} was in quarantine for 81.82% of the last five minutes, because it fails. Requests are "
-                "served without this cache.",
+                f"{OF_CHILD} was in quarantine for 81.82% of the last five minutes because it failed. Requests are "
+                "served without its cache.",
             ),
         ),
         ended=quarantined("0+0x40 1+0x60 0+0x300"),

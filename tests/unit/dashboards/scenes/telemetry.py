@@ -6,8 +6,8 @@ DROPPED = 'kvobs_spans_dropped_total{where="queue"}'
 AGAIN = 'kvobs_build_info{version="0.1.0",vllm_version="0.32.0",job="vllm"}'
 ENGINE_UP = "kvobs_engine_up"
 
-GONE = "gpu-1:8000 of job kvobs can't be scraped. No other kvobs alert can fire for this server."
-NO_JOB = "The job kvobs has no target. No other kvobs alert can fire there."
+GONE = "gpu-1:8000 of job kvobs cannot be scraped. No other kvobs alert can fire for this server."
+NO_JOB = "The job kvobs has no targets. No other kvobs alert can fire there."
 
 
 def cost(record: str, export: str = "0+0.1x400", ranks: int = 0) -> Series:
@@ -37,15 +37,15 @@ SCENES = {
         fires=(
             Fires(
                 {"up": UP, BUILD: UNKNOWN}, "30m",
-                "gpu-1:8000 of job kvobs is scraped but has no kvobs metrics. No other kvobs alert can fire for this "
-                "server.",
+                "gpu-1:8000 of job kvobs is scraped but exposes no kvobs metrics. No other kvobs alert can fire for "
+                "this server.",
             ),
             Fires({"up": "1+0x20 0+0x80", BUILD: "1+0x20 stale"}, "35m", GONE),  # the server, or
             Fires({"up": "1+0x20 0+0x80", BUILD: "1+0x20 stale", ENGINE_UP: "1+0x20 stale"}, "35m", GONE),  # exporter
             Fires(
                 {"up": UP, BUILD: UP, ENGINE_UP: "1+0x20 0+0x80"}, "35m",
-                "gpu-1:8000 of job kvobs is an exporter whose engines are gone. No other kvobs alert can fire for this "
-                "server.",
+                "gpu-1:8000 of job kvobs is an exporter whose engines have ended. No other kvobs alert can fire for "
+                "this server.",
             ),
             # The engine is gone for three minutes, and then its exporter: one alert, since the engine's end.
             Fires({"up": "1+0x25 0+0x80", BUILD: "1+0x25 stale", ENGINE_UP: "1+0x19 0+0x5 stale"}, "31m", GONE),
@@ -68,22 +68,22 @@ SCENES = {
         healthy={BUILD: UP},
         fires=(Fires(
             {BUILD: UP, AGAIN: UP}, "20m",
-            f"2 jobs scrape kvobs metrics of {OF_ENGINE}. Boards show multiples of the real rates, and alerts fire "
-            "once per job.",
+            f"2 jobs scrape the kvobs metrics of {OF_ENGINE}. Dashboards show multiples of the real rates, and alerts "
+            "fire once per job.",
         ),),
         ended={BUILD: UP, AGAIN: "1+0x100 stale"}, idle={BUILD: UP, AGAIN: UNKNOWN},
         quiet=({BUILD: "1+0x20 stale", BUILD.replace("0.1.0", "0.1.1"): "_x20 1+0x300"},),  # an update
     ),
     "KvobsInternalErrors": rare(
         'kvobs_internal_errors_total{where="merge"}',
-        f"{{}} contained errors in merge in the last fifteen minutes on {OF_ENGINE}. Numbers or spans are lost; "
-        "serving is not affected.", {"where": "merge"},
+        f"kvobs contained {{}} internal errors (merge) on {OF_ENGINE} in the last fifteen minutes. Metrics or spans "
+        "are lost; serving is not affected.", {"where": "merge"},
     ),
     "KvobsTelemetryDropping": Scenes(
         healthy={DROPPED: "0+1x400"},
         fires=(Fires(
             {DROPPED: "0+30x400"}, "30m",
-            f"1 spans a second are lost on {OF_ENGINE}. Traces have gaps; metrics are complete.",
+            f"kvobs drops 1 spans per second on {OF_ENGINE}. Traces have gaps; metrics are complete.",
         ),),
         ended={DROPPED: "0+30x100 3000+0x300"}, idle={DROPPED: "100000+0x400"},
         quiet=({DROPPED: "0+0x40 500+0x360"},),  # a burst

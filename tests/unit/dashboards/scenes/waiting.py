@@ -12,8 +12,9 @@ ASKED = {'kvobs_in_flight{kind="lookup"}': "4+0x400"}
 STUCK = 'kvobs_stuck_transfers_total{rank="1"}'
 RANK_1 = {"rank": "1"}
 STUCK_SAYS = (
-    f"Rank 1 has not reported {{}} transfers of {OF_CHILD} that other ranks finished more than `stuck_after_s` ago, in "
-    "the last fifteen minutes or longer ago and still unfinished. Their requests wait, or their blocks stay held."
+    f"Rank 1 has not reported {{}} transfers of {OF_CHILD} that other ranks finished more than `stuck_after_s` ago. "
+    "These became stuck in the last fifteen minutes, or earlier and are still open. Their requests wait, or their "
+    "blocks stay held."
 )
 _STUCK = rare(STUCK, STUCK_SAYS, RANK_1)
 
@@ -85,15 +86,15 @@ def not_resumed(age: str, steps: str, loaded: str = "0+0x400", running: str = "5
 
 CALL = 'kvobs_call_in_progress_seconds{hook="wait_for_save",rank="1"}'
 ENDED = 'kvobs_engine_ended{hook="wait_for_save",reason="SIGKILL"}'
-ENDED_SAYS = f"The last life of {OF_ENGINE} ended within the last fifteen minutes"
+ENDED_SAYS = f"{OF_ENGINE} ended within the last fifteen minutes"
 
 SCENES = {
     "KvobsCallHangs": Scenes(
         healthy={CALL: "5+0x400"},
         fires=(Fires(
             {CALL: "0+30x100"}, "2m",
-            f"wait_for_save of {OF_CHILD} has been in progress for 2m 0s (rank: 1). No step runs until it returns: "
-            "all requests of this engine wait.", {"hook": "wait_for_save", "rank": "1"},
+            f"wait_for_save of {OF_CHILD} has been in progress for 2m 0s (rank: 1). The engine runs no "
+            "step until the call returns, so all its requests wait.", {"hook": "wait_for_save", "rank": "1"},
         ),),
         ended={CALL: "_x40 0+30x58 stale _x300"}, idle={},
         quiet=(
@@ -106,13 +107,14 @@ SCENES = {
         fires=(
             Fires(
                 not_resumed("0+30x400", "50+0x400"), "4m",
-                f"On {OF_ENGINE} no step computes anything, and a request whose load has finished (disk) has waited "
-                "for 4m 0s: nothing frees the blocks it needs.", {"connector": "disk", "kind": "resume"},
+                f"{OF_ENGINE} runs no step that computes anything. A request whose load has finished (disk) has "
+                "waited for 4m 0s, because the blocks it needs are not freed.", {"connector": "disk", "kind": "resume"},
             ),
             Fires(
                 not_resumed("0+0x400", "50+0x400", "2+0x400", "0+0x400"), "4m",
-                f"On {OF_ENGINE} no step computes anything, and a request whose load has finished has waited for two "
-                "minutes, by vLLM's own numbers: nothing frees the blocks it needs.", {"host": "gpu-1"},
+                f"{OF_ENGINE} runs no step that computes anything. A request whose load has finished has waited for "
+                "two minutes, according to vLLM's own metrics, because the blocks it needs are not "
+                "freed.", {"host": "gpu-1"},
             ),
         ),
         ended=not_resumed("0+30x100 0+0x300", "50+0x100 50+20x300"),
@@ -129,13 +131,13 @@ SCENES = {
         fires=(
             Fires(
                 {ENDED: "_x40 1 stale _x300"},  # seen by one scrape only
-                "20m", f"{ENDED_SAYS} in wait_for_save of disk: SIGKILL.",
+                "20m", f"{ENDED_SAYS} during wait_for_save of disk: SIGKILL.",
                 {"connector": "disk", "hook": "wait_for_save", "reason": "SIGKILL"},
-                until=("34m", f"{ENDED_SAYS} in wait_for_save of disk: SIGKILL."),
+                until=("34m", f"{ENDED_SAYS} during wait_for_save of disk: SIGKILL."),
             ),
             Fires(
                 {'kvobs_engine_ended{connector="",hook="",reason="exit 1"}': "_x40 1+0x1 stale _x300"}, "21m",
-                f"{ENDED_SAYS}, in no connector's call: exit 1.", {"reason": "exit 1"},
+                f"{ENDED_SAYS} outside any connector's call: exit 1.", {"reason": "exit 1"},
             ),
         ),
         ended={ENDED: "_x90 1 2+0x28 stale _x300"}, idle={},  # the next life reports it for fifteen minutes
@@ -160,23 +162,24 @@ SCENES = {
         ),
     ),
     "KvobsLoadUnfinished": unfinished(
-        "load", "has been in progress for {}. Its request waits until all ranks have reported it.", OLDEST,
+        "load", "has been in progress for {}. Its request waits until all ranks have reported the load.", OLDEST,
         OLDEST_LOOKUP,
     ),
     "KvobsConnectorBlocksEngine": scheduler_share(
-        "0+0.3x400", "+18", f"The scheduler spent 61% of the last 90 seconds in calls into {OF_CHILD}. No step runs "
-        "during such a call: all requests of this engine wait.", scheduler_times("0+12x400"),
+        "0+0.3x400", "+18", f"The scheduler spent 61% of the last 90 seconds in calls into {OF_CHILD}. The engine "
+        "runs no step during such a call, so all its requests wait.", scheduler_times("0+12x400"),
         scheduler_times("0+0.3x40 12+18x1 48+0.3x300"),  # half a minute of it
     ),
     "KvobsConnectorBlocksScheduler": scheduler_share(
-        "0+0.3x400", "+6", f"The scheduler spends 21% of its time in calls into {OF_CHILD}, and for more than five of "
-        "the last ten minutes too much. No step runs during such a call.",
+        "0+0.3x400", "+6", f"The scheduler spends 21% of its time in calls into {OF_CHILD}. This share was too high "
+            "for more than five of the last ten minutes. The engine runs no step during such a call.",
         scheduler_times("0+0.3x40 12+9x5 57+0.3x300"),  # 30 % for three minutes
         scheduler_times("0+0.3x40 12+18x2 48+0.3x300"),  # a minute of it
         scheduler_times("0+0.3x400", of_a_worker="0+100x400"),
     ),
     "KvobsLookupUnanswered": unfinished(
-        "lookup", "has been answered 'not yet' for {}. Its request waits for the answer.", OLDEST, OLDEST_LOAD
+        "lookup", "has been answered with 'not yet' for {}. Its request waits for the final "
+            "answer.", OLDEST, OLDEST_LOAD
     ),
     "KvobsSaveBacklog": unfinished(
         "save", "has been in progress for {}. Other requests cannot use its blocks.", OLDEST_LOAD, at=20,
@@ -186,8 +189,8 @@ SCENES = {
         healthy=saves_and_events("0+2x400", "0+9x400"),
         fires=(Fires(
             saves_and_events("0+2x400", "0+9x40 360+0x360"), "50m",
-            f"{OF_CHILD} ended 60 saves in the last fifteen minutes, without an event for routers. Requests are no "
-            "longer sent to where their prefix is.",
+            f"{OF_CHILD} completed 60 saves in the last fifteen minutes without publishing a KV cache event. "
+            "Routers no longer send requests to the engine that has their prefix.",
         ),),
         ended=saves_and_events("0+2x400", "0+0x99 0+9x300"), idle=saves_and_events("200+0x400", "900+0x400"),
         quiet=(
@@ -200,8 +203,8 @@ SCENES = {
         fires=tuple(
             Fires(
                 series, "60m",
-                f"Rank 1 took longest in {share} of loads and saves of {OF_CHILD} in the last fifteen minutes; all "
-                "other ranks waited for it.", RANK_1,
+                f"Rank 1 was the slowest in {share} of the loads and saves of {OF_CHILD} in the last fifteen minutes; "
+                "all other ranks waited for it.", RANK_1,
             )
             for series, share in (
                 (ranks("0+1x400", "0+19x400", "0+4x400", "0+20x400"), "95%"),

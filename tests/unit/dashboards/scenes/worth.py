@@ -87,8 +87,8 @@ def stored(
 
 
 NEVER_SERVES = (
-    f"{OF_CHILD} has been asked by 1 requests a second, and nothing was loaded from it in 3 hours. Prompts repeat that "
-    "vLLM's own cache no longer has: they are computed again, or loaded from another connector."
+    f"1 requests per second looked up {OF_CHILD}, but none loaded from it in 3 hours. Prompts evicted from vLLM's own "
+    "cache recur: they are recomputed, or loaded from another connector."
 )
 
 SCENES = {
@@ -111,7 +111,7 @@ SCENES = {
         healthy=paces("0+3x400"),
         fires=(Fires(
             paces("0+90x400"),  # from 30 ms to 900 ms
-            "30m", f"Loads from {OF_CHILD} take 30 times as long as a day ago, for the same number of tokens.",
+            "30m", f"Loads from {OF_CHILD} take 30 times as long as they did a day ago, for the same number of tokens.",
         ),),
         ended=paces("0+90x100 9000+3x300"), idle=paces("500+0x400", "500+0x400", "500+0x400"),
         quiet=(
@@ -127,8 +127,8 @@ SCENES = {
         healthy=over_link("0+0.3x400"),
         fires=(Fires(
             over_link("0+10x400"), "60m",
-            f"While they were in progress, loads from {OF_CHILD} used at most 2% of its links (link_gbps) in the "
-            "last fifteen minutes. Check that they go by RDMA, not TCP.",
+            f"While loads from {OF_CHILD} were in progress in the last fifteen minutes, they used at most 2% of the "
+            "bandwidth of its links (link_gbps). Check that they use RDMA, not TCP.",
         ),),
         ended=over_link("0+10x100 1000+0.3x300"),
         idle=over_link("1000+0x400", "1000000000000+0x400", "0+0x400", "1000+0x400"),
@@ -145,7 +145,7 @@ SCENES = {
         healthy=paying("0+10x400", "0+100x400"),
         fires=(Fires(
             paying("0+75x400", "0+100x400"), "50m",
-            f"For 75% of the loads from {OF_CHILD} requests waited longer than computing the same tokens would "
+            f"For 75% of the loads from {OF_CHILD}, requests waited longer than computing the same tokens would "
             "have taken.",
         ),),
         ended=paying("0+75x100 7500+0x300", "0+100x400"), idle=paying("75+0x400", "100+0x400"),
@@ -155,8 +155,8 @@ SCENES = {
         healthy=tokens("0+1000x400", "0+10000x400"),
         fires=(Fires(
             tokens("0+5000x400", "0+10000x400"), "50m",
-            f"50% of the tokens offered by {OF_CHILD} were not loaded but computed, because a connector with fewer "
-            "tokens was chosen.",
+            f"50% of the tokens that {OF_CHILD} offered were computed instead of loaded, because a connector with "
+            "fewer tokens was chosen.",
         ),),
         ended=tokens("0+5000x100 500000+0x300", "0+10000x400"), idle=tokens("9000+0x400", "10000+0x400", "1000+0x400"),
         quiet=(

@@ -116,7 +116,7 @@ def test_without_its_folder_lines_are_counted(start: Start, tmp_path: Path, capl
         text for text in map(logging.LogRecord.getMessage, caplog.records) if text.startswith("the request log")
     )
     assert begin.startswith(f"the request log {path} can't be written: [Errno 2] No such file or directory")
-    assert end == f"the request log {path} is written again; lines that were dropped are missing: 2 since the start"
+    assert end == f"the request log {path} is written again; 2 lines have been dropped since the start"
 
 
 @pytest.mark.parametrize("path", ["/", "/dev/full", "/proc/version"])

@@ -43,7 +43,8 @@ def test_the_first_slow_load_and_the_rule_are_logged_and_its_end(said: pytest.Lo
     slow_loads = SlowLoads(["cpu", "remote"], SLOW_NS)
     ended(slow_loads, *[QUICK] * RECENT, *[SLOW] * (MANY - 1))
     assert said.messages == [
-        "connector 'cpu' took 1 s to load 64 tokens of request r\\n, longer than slow_load_ms; more are traced"
+        "connector 'cpu' took 1 s to load 64 tokens of request r\\n, longer than slow_load_ms; further slow loads are "
+        "only traced"
     ]
     ended(slow_loads, *[SLOW] * 50)
     assert said.messages[1:] == ["connector 'cpu' is slow: 15 of its last 20 loads took longer than slow_load_ms"]
@@ -59,11 +60,11 @@ def test_a_rank_that_is_late_is_named_and_its_end(said: pytest.LogCaptureFixture
     assert said.messages == []
     ended(slow_loads, *[load(1, 1)] * 50)
     assert said.messages == [
-        "rank 1 is late: the last one in 15 of the last 20 loads from connector 'cpu', by 50 ms or more"
+        "rank 1 is late: it finished last in 15 of the last 20 loads from connector 'cpu', by 50 ms or more"
     ]
     ended(slow_loads, *[load(1, 0)] * RECENT)
     assert said.messages[1:] == [
-        "rank 0 is late: the last one in 15 of the last 20 loads from connector 'cpu', by 50 ms or more"
+        "rank 0 is late: it finished last in 15 of the last 20 loads from connector 'cpu', by 50 ms or more"
     ]
     ended(slow_loads, *[QUICK] * RECENT)
     assert said.messages[2:] == ["rank 0 is no longer late in loads from connector 'cpu'"]

@@ -45,8 +45,8 @@ def test_requests_that_wait_for_ranks_share_a_line(requests: int, named: str, ca
     transfers.awaiting_ranks()
     transfers.awaiting_ranks()
     assert [record.getMessage() for record in caplog.records] == [
-        f"connector 'two': load of {named} stuck: 2.5 s after another rank, not reported by rank 1. The blocks stay "
-        "held until then; counted in kvobs_stuck_transfers_total"
+        f"connector 'two': load of {named} is stuck: 2.5 s after another rank reported it, there is no report from "
+        "rank 1. The blocks stay held until it arrives (kvobs_stuck_transfers_total)"
     ]
     assert taken(recorder).opened == [[signals.STUCK_TRANSFERS.name, 1, "1", requests]]
 
@@ -66,7 +66,7 @@ def test_where_it_is_not_known_who_was_to_report_no_rank_is_named(caplog: pytest
     transfers = watched(ledger, recorder, 1, ranks=4)
     half_loaded(ledger, 1, expected=2)
     transfers.awaiting_ranks()
-    assert "not reported by all expected ranks" in caplog.text
+    assert "there is no report from all expected ranks" in caplog.text
     assert taken(recorder).opened == [[signals.STUCK_TRANSFERS.name, 1, "unknown", 1]]
 
 
@@ -80,7 +80,7 @@ def test_a_failed_load_that_is_stuck_in_aggregation_is_its_owners(caplog: pytest
     transfers.note_in_aggregator(Stuck("load", "r1", (1,)))
     transfers.note_in_aggregator(Stuck("save", "nobody's", (1,)))
     (ours,) = (record.getMessage() for record in caplog.records)
-    assert ours.startswith("connector 'two': load of 1 request (r0) stuck: 2.5 s after")
+    assert ours.startswith("connector 'two': load of 1 request (r0) is stuck: 2.5 s after")
     assert taken(recorder).opened == [[signals.STUCK_TRANSFERS.name, 1, rank, 1] for rank in ("0", "1")]
 
 
@@ -100,12 +100,11 @@ def test_silent_ranks_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypa
         transfers.measure()
         transfers.log_late()
     assert [record.getMessage() for record in caplog.records] == [
-        "connector 'two': load of 1 request (r0) stuck: 2.5 s after another rank, not reported by rank 1. The blocks "
-        "stay held until then; counted in kvobs_stuck_transfers_total",
-        "connector 'one': lookup of 1 request (l) in progress for 11 s, with 5 tokens: waits for the connector's "
-        "answer",
-        "connector 'one': load of 2 requests (a, b) in progress for 11 s, with 32 tokens: waits for rank 0, 1",
-        "connector 'two': save of 1 request (s) in progress for 9 s, with 100 tokens: waits for rank 0, 1",
+        "connector 'two': load of 1 request (r0) is stuck: 2.5 s after another rank reported it, there is no report "
+        "from rank 1. The blocks stay held until it arrives (kvobs_stuck_transfers_total)",
+        "connector 'one': lookup of 1 request (l) in progress for 11 s (5 tokens), waiting for the connector's answer",
+        "connector 'one': load of 2 requests (a, b) in progress for 11 s (32 tokens), waiting for rank 0, 1",
+        "connector 'two': save of 1 request (s) in progress for 9 s (100 tokens), waiting for rank 0, 1",
     ]
 
 

@@ -168,8 +168,8 @@ def test_the_connector_that_reported_bad_blocks_is_blamed(rank: Rank, caplog: py
     assert rank.verifier.take_notes() == [WrongBlocks(0, "a", 1, 1)]
     assert [record.getMessage() for record in caplog.records] == [
         "connector 'two' wrote wrong bytes into blocks that connector 'one' loaded on rank 3: 1 of 1 verified blocks "
-        "of request a are not those that were computed for their tokens, the first at token 128. Its answer may be "
-        "wrong; see docs/verify.md. It reported bad blocks in this step, of loads for which it was not chosen"
+        "of request a differ from the blocks computed for the same tokens, the first at token 128. Its answer may be "
+        "wrong; see docs/verify.md. In this step it reported bad blocks of loads for which it was not chosen"
     ]
     rank.step(wrong)
     assert (rank.counted(0), rank.counted(1)) == ({"mismatch": 1}, {"mismatch": 1})
@@ -215,8 +215,8 @@ def test_a_received_block_that_is_overwritten_is_found(rank: Rank, caplog: pytes
     assert rank.verifier.take_notes() == [WrongBlocks(0, "a", 1, 0), WrongBlocks(0, "a", 1, 1)]
     assert caplog.records[-1].getMessage() == (
         "connector 'two' wrote wrong bytes into blocks that connector 'one' had loaded on rank 3: 1 of 3 verified "
-        "blocks of request a are not those that were computed for their tokens, the first at token 96. Its answer may "
-        "be wrong; see docs/verify.md. They were right when they arrived. Connectors that also had a hit for this "
+        "blocks of request a differ from the blocks computed for the same tokens, the first at token 96. Its answer "
+        "may be wrong; see docs/verify.md. They were right when they arrived. Connectors that also had a hit for this "
         "request: 'two'"
     )
     assert rank.verifier._wrong == {}
@@ -246,13 +246,13 @@ def test_wrong_blocks_are_logged_with_connector_rank_request_and_position(
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (
             logging.ERROR,
-            "connector 'one' loaded wrong bytes on rank 3: 2 of 3 verified blocks of request bad\\n are not those that "
-            "were computed for their tokens, the first at token 96. Its answer may be wrong; see docs/verify.md",
+            "connector 'one' loaded wrong bytes on rank 3: 2 of 3 verified blocks of request bad\\n differ from the "
+            "blocks computed for the same tokens, the first at token 96. Its answer may be wrong; see docs/verify.md",
         ),
         (
             logging.ERROR,
-            "connector 'one' loaded wrong bytes on rank 3: 1 of 1 verified blocks of request later are not those that "
-            "were computed for their tokens, the first at token 80. Its answer may be wrong; see docs/verify.md",
+            "connector 'one' loaded wrong bytes on rank 3: 1 of 1 verified blocks of request later differ from the "
+            "blocks computed for the same tokens, the first at token 80. Its answer may be wrong; see docs/verify.md",
         ),
     ]
 
