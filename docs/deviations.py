@@ -83,7 +83,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         name="own-stats-shown",
         hooks=("update_connector_output",),
-        differs="A connector finds its own stats in the output's kv_connector_stats or None, not all connectors' stats.",
+        differs="A connector finds its own stats or None in the output's kv_connector_stats, not all stats.",
         why="A connector that runs alone also finds its own; some raise on stats of another class, or miss theirs.",
         unasked="A connector that looks for another one's stats does not find them, as when it runs alone.",
         test="tests/unit/routing/test_stock_faults.py::test_w22_each_child_is_shown_its_own_stats",

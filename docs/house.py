@@ -42,16 +42,16 @@ TIERS: tuple[dict[str, str], ...] = (
     {
         "connectors": "Builds, names and calls the configured connectors; makes all hooks of vLLM as one dict.",
         "telemetry": "Observes the router: counts of transfers, spans, reports; carries the connectors' own stats.",
-        "demo": "Runs a real engine on a CPU.",
     },
     {
         "routing": "Holds both sides of the connector: who loads, who saves, their messages, isolation.",
         "export": "Makes metrics and spans of the pages: in the API server, or in a process without vLLM.",
-        "testing": "Puts vLLM's scheduler around a connector, for tests of connectors.",
     },
     {"connector": "Defines `MultiConnector`, the class that vLLM loads, and wires router and telemetry together."},
     {"plugin": "Enables kvobs by an environment variable: vLLM's entry point."},
     {"cli": "Implements the command `kvobs`."},
+    {"demo": "Runs a real engine on a CPU, and shows what it did with the commands' own code."},
+    {"testing": "Puts vLLM's scheduler around a connector, for tests of connectors."},
 )
 """Packages and modules of kvobs with what each does, the lowest first: each imports from lower ones only.
 

@@ -16,6 +16,7 @@ from docs.deviations import DEVIATIONS
 from docs.house import PACKAGE, TIERS
 from docs.kinds import kinds_table
 from docs.pages import ROOT, table
+from kvobs.cli.summary.rows import MEASURES
 from kvobs.cli.top.screen import MEANINGS
 from kvobs.schema.options import Options
 from kvobs.schema.signals import CALL_DURATION, SIGNALS
@@ -105,8 +106,8 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
     ),
     "SaveBacklog": lambda site: f"a promised save has held blocks for more than {site.save_age_s} s",
     "KvEventsStopped": lambda site: (
-        f"a connector that had events for routers has no event of a stored block in 15 minutes, with {site.few_transfers} "
-        "saves"
+        "a connector that had events for routers has no event of a stored block in 15 minutes, "
+        f"with {site.few_transfers} saves"
     ),
     "SlowestRank": lambda site: (
         f"one rank is the slowest in its fair share of the transfers and more than {_percent(site.rank_lead)} of all, "
@@ -206,6 +207,12 @@ def states() -> str:
 def top() -> str:
     """Return the meanings of the numbers on the screen of ``kvobs top``."""
     return table(["column", "meaning"], [[f"`{title}`", meaning] for title, meaning in MEANINGS.items()])
+
+
+def summary() -> str:
+    """Return the meanings of the rows of ``kvobs summary``, with their fields in JSON."""
+    rows = [[f"`{each.title.strip()}`", f"`{each.field}`", each.meaning] for each in MEASURES]
+    return table(["row", "in JSON", "meaning"], rows)
 
 
 def alert_rules() -> str:
@@ -362,6 +369,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "deviations": deviations,
     "states": states,
     "top": top,
+    "summary": summary,
     "alerts": alert_rules,
     "thresholds": site_thresholds,
     "versions": versions,

@@ -14,14 +14,16 @@ from kvobs.schema import __version__
 COMMANDS = {
     "demo": ("kvobs.demo.run:demo", "Run a demonstration on this CPU."),
     "top": ("kvobs.cli.top.live:top", "Show the connectors of running servers, live."),
-    "check": ("kvobs.cli.check.command:check", "Check a --kv-transfer-config before vLLM starts."),
+    "summary": ("kvobs.cli.summary.command:summary", "Sum up what a run got from its connectors."),
+    "check": ("kvobs.cli.check.command:check", "Check a --kv-transfer-config before it starts."),
     "exporter": ("kvobs.cli.exporter:exporter", "Serve the metrics of the engines on this host."),
-    "timeline": ("kvobs.cli.timeline:timeline", "Show which call an engine's processes are in, or ended in."),
+    "trace": ("kvobs.cli.trace.command:trace", "Show slow and failed loads as waterfalls."),
+    "timeline": ("kvobs.cli.timeline:timeline", "Show what an engine's processes are in, or died in."),
     "dashboards": ("kvobs.cli.dashboards:app", "Export dashboards, alerts and runbook."),
 }
 """Name -> module and function, or group of commands, and the line in the list of commands.
 
-A function's module has the end of its help as ``EXAMPLES``.
+A function's module has the end of its help as ``EXAMPLES``, and may have the class of its command as ``COMMAND``.
 """
 
 
@@ -33,7 +35,7 @@ def load(name: str) -> Any:
     if isinstance(found, typer.Typer):
         return get_command(found)
     single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    single.command(name, epilog=module.EXAMPLES)(found)
+    single.command(name, cls=getattr(module, "COMMAND", None), epilog=module.EXAMPLES)(found)
     return get_command(single)
 
 

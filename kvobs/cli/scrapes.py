@@ -36,7 +36,8 @@ NO_METRICS = (
 )
 # Of vLLM's own metrics, which an exporter does not have.
 RUNNING, WAITING, TTFT = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:time_to_first_token_seconds"
-_OF_VLLM = {RUNNING, WAITING, f"{TTFT}_bucket"}
+PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
+_OF_VLLM = {RUNNING, WAITING, f"{TTFT}_bucket", PROMPT_TOKENS}
 _CALL_BUCKETS = f"{signals.CALL_DURATION.name}_bucket"
 """Two thirds of kvobs's lines, which are not shown."""
 
@@ -52,10 +53,13 @@ class Scrape:
     vllm: Values = field(default_factory=dict)
 
 
-def fetch(url: str, of_vllm: str | None = None) -> Scrape:
-    """Read kvobs's metrics once, and vLLM's own, there or at ``of_vllm``; ``NoAnswerError`` if kvobs's are missing."""
+def fetch(url: str, of_vllm: str | None = None, *, ended: bool = False) -> Scrape:
+    """Read kvobs's metrics once, and vLLM's own, there or at ``of_vllm``; ``NoAnswerError`` if kvobs's are missing.
+
+    With ``ended``, the last metrics of engines that have ended are also read.
+    """
     text = get(url, PLAIN).text
-    values, vllm = values_of(text), parse_vllm(text)
+    values, vllm = all_of(text) if ended else values_of(text), parse_vllm(text)
     if of_vllm is not None:
         engines = {dict(labels).get("engine") for _, labels in values}
         with suppress(NoAnswerError):
@@ -67,19 +71,31 @@ def fetch(url: str, of_vllm: str | None = None) -> Scrape:
     return Scrape(time.monotonic(), values, vllm)
 
 
-def values_of(text: str) -> Values:
-    """Return kvobs's metrics in a page; ``NoAnswerError`` without any, or with the last ones of its engines."""
+def all_of(text: str) -> Values:
+    """Return kvobs's metrics in a page; ``NoAnswerError`` without any."""
     try:
         values = parse(text)
     except ValueError as error:
         raise NoAnswerError(f"its metrics can't be read: {printable(str(error))[:200]}") from None
     if not values:
         raise NoAnswerError(NO_METRICS)
+    return values
+
+
+def values_of(text: str) -> Values:
+    """Return kvobs's metrics in a page; ``NoAnswerError`` without any, or with the last ones of its engines."""
+    values = all_of(text)
+    if end := end_of(values):
+        raise EndedError(end)
+    return values
+
+
+def end_of(values: Values) -> str:
+    """Return that the engine of these metrics has ended, and in what; empty while it runs."""
     up = [value for (name, _), value in values.items() if name == signals.ENGINE_UP.name]
     has_ended = any(name == signals.ENGINE_ENDED.name and value == 1 for (name, _), value in values.items())
-    if has_ended or (up and not any(up)):  # vLLM's server ends with one of its engines
-        raise EndedError(f"its engine has ended{_end(values)}")
-    return values
+    # vLLM's server ends with one of its engines.
+    return f"its engine has ended{_end(values)}" if has_ended or (up and not any(up)) else ""
 
 
 def _end(values: Values) -> str:

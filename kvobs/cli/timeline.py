@@ -1,9 +1,8 @@
 """The command ``kvobs timeline``: what the processes of an engine, running or dead, are in, and their last minute."""
 
-import gzip
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -12,17 +11,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvobs.cli.output import clock, count, duration, examples, fail, printable, warn
+from kvobs.cli import chrome
+from kvobs.cli.chrome import zero_of
+from kvobs.cli.output import clock, count, duration, examples, fail, printable
+from kvobs.cli.pages import NO_PAGE, engine_name, pages
+from kvobs.cli.trace.loads import load_traces
+from kvobs.cli.trace.reading import spans_in
 from kvobs.clock import WALL_OFFSET, wall_ns
 from kvobs.page import files
 from kvobs.page.description import place_of
 from kvobs.page.layout import LOOKED
-from kvobs.page.reader import Call, CallRecord, Page, names_of
+from kvobs.page.reader import Call, CallRecord, Page
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
 MINUTE_NS = 60 * 10**9
 ROWS_AT_MOST = 8
-_DIGITS = 8  # of an engine's hash
 
 
 class Sums(NamedTuple):
@@ -58,10 +61,7 @@ class Process:
 
     @property
     def engine_name(self) -> str:
-        """Return the engine's model and port, with its id, by which the command takes it."""
-        info = self.page.process.engine
-        port = f", port {info.port}" if info.port is not None else ""
-        return f"{printable(info.model)}{port} ({self.engine})" if info.model else self.engine
+        return engine_name(self.engine, self.page.process.engine)
 
     @property
     def window_ns(self) -> int:
@@ -117,7 +117,7 @@ def _wall_s(ns: int) -> float:
 EXAMPLES = examples(
     "kvobs timeline                          all engines, running or dead",
     "kvobs timeline 21469                    a process by its pid, with all rows",
-    "kvobs timeline --chrome calls.json.gz   all calls, for a trace viewer",
+    "kvobs timeline --chrome calls.json.gz   calls and slow loads, to view",
 )
 
 
@@ -131,16 +131,13 @@ def timeline(
     *,
     chrome: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also write the calls for https://ui.perfetto.dev; .gz compresses."),
+        typer.Option(metavar="FILE", help="Also write calls and loads for https://ui.perfetto.dev; .gz compresses."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the call that each process of an engine is in, or ended in, its last exception, and its last minute."""
     if not (found := _read()):
-        raise fail(
-            f"found no page of an engine's process in {files.folder()}: run this as the engine's user, on its "
-            "machine, and in its container; an engine that exits cleanly leaves no pages"
-        )
+        raise fail(NO_PAGE.format(files.folder()))
     processes = [one for one in found if wanted is None or wanted == str(one.page.pid) or one.engine.startswith(wanted)]
     if not processes:
         names = ", ".join(f"{process.name} of engine {process.engine}" for process in found)
@@ -162,16 +159,7 @@ def timeline(
 
 def _read() -> list[Process]:
     """Return the processes that have a page, by engine, the scheduler first; warn of a page that can't be read."""
-    found = []
-    for name in names_of():
-        path = files.folder() / name
-        try:
-            engine, number = f"{name}-".split("-")[:2]
-            found.append(Process(f"{engine[:_DIGITS]}-{number}", Page(path)))
-        except FileNotFoundError:
-            continue  # it has just exited cleanly
-        except (OSError, ValueError) as error:
-            warn(f"{path} is skipped: {getattr(error, 'strerror', None) or error}")
+    found = [Process(engine, page) for engine, page in pages()]
     return sorted(found, key=lambda process: (process.engine, _order(process.page.rank), process.page.pid))
 
 
@@ -180,28 +168,13 @@ def _order(rank: int | None) -> int:
 
 
 def _write(processes: Sequence[Process], trace: Path) -> None:
-    try:
-        events = _write_trace(processes, trace)
-    except FileExistsError:
-        raise fail(f"{trace} already exists: name another file") from None
-    except OSError as error:
-        raise fail(f"{trace} can't be written: {error.strerror}") from None
-    typer.echo(f"{trace}: {count(events, 'event')}; open it at https://ui.perfetto.dev", err=True)
-
-
-def _write_trace(processes: Sequence[Process], path: Path) -> int:
-    """Write a Chrome trace to a new file, compressed if it ends with .gz; return the number of events."""
+    loads = load_traces(spans_in((process.engine, process.page) for process in processes).found)
     begins = [record.begin_ns for process in processes for record in process.records[:1]]
     begins += [call.since_ns for process in processes for call in process.calls]
-    zero_ns, number = min(begins, default=0), 0
-    with path.open("xb") as file, gzip.GzipFile(fileobj=file, mode="wb") if path.suffix == ".gz" else file as out:
-        out.write(b'{"traceEvents": [')
-        for process in processes:
-            for event in _events(process, zero_ns):
-                out.write((",\n" if number else "\n").encode() + json.dumps(event).encode())
-                number += 1
-        out.write(f'\n], "otherData": {{"begin_unix_ns": {zero_ns + WALL_OFFSET}}}}}\n'.encode())
-    return number
+    zero_ns = zero_of(begins, loads)
+    pids = {(process.engine, process.page.rank): process.page.pid for process in processes}
+    events = chain(*(_events(process, zero_ns) for process in processes), chrome.load_events(loads, pids, zero_ns))
+    chrome.write(events, zero_ns, trace)
 
 
 def _events(process: Process, zero_ns: int) -> Iterator[dict[str, Any]]:
@@ -210,8 +183,7 @@ def _events(process: Process, zero_ns: int) -> Iterator[dict[str, Any]]:
     The calls of a layer hook in a step are one slice, which ends with the last of them.
     """
     pid, name = process.page.pid, f"{process.name}, engine {process.engine_name}"
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": _order(process.page.rank)}}
+    yield from chrome.process_events(pid, name, _order(process.page.rank))
     rows: dict[str, int] = {}
     calls: list[CallRecord | Call] = [*process.records, *process.calls]
     for call in calls:

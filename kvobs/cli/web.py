@@ -1,14 +1,16 @@
 """Complete the address of a server, and read a page over HTTP, limited in time and size."""
 
+import json
 import os
 import re
 import ssl
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from http.client import HTTPException, HTTPResponse, RemoteDisconnected
 from typing import Annotated, Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import typer
 
@@ -88,12 +90,23 @@ def get(url: str, accept: str = "*/*", timeout: float = TIMEOUT_S) -> Page:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return Page(_read(answer, deadline), answer.headers.get("Content-Type", ""))
     except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
         raise NoAnswerError(f"answered {error.code} {printable(error.reason)}") from None
     except TimeoutError:
         raise NoAnswerError(f"no answer within {timeout:.0f} s") from None
     except (OSError, HTTPException, ValueError) as error:
         says = _says(url.partition(":")[0], getattr(error, "reason", error))
         raise NoAnswerError(f"no answer{_proxy_of(url)}: {printable(says)}") from None
+
+
+def query_prometheus(url: str, path: str, **query: str) -> Any:
+    """Return the data of an answer of Prometheus's API; ``NoAnswerError`` if there is none."""
+    text, _ = get(f"{url}/api/v1/{path}?{urlencode(query)}", "application/json")
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        answer = json.loads(text)
+        if answer["status"] == "success":
+            return answer["data"]
+    raise NoAnswerError("is not a Prometheus server: its API gave an unexpected answer")
 
 
 def _says(scheme: str, error: object) -> str:

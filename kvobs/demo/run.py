@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import typer
-from prometheus_client.samples import Sample
 from rich.console import Console
 from rich.markup import escape
 
+from kvobs.cli.scrapes import Scrape, fetch
+from kvobs.cli.summary.rows import ServerSums, server_sums
+from kvobs.cli.summary.screen import Picture
+from kvobs.cli.web import NoAnswerError
 from kvobs.demo import load, report
 from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.model import make_model
-from kvobs.demo.server import CORES, HOST, Server, ServerError, claim_port, cores, parse_metrics
+from kvobs.demo.server import CORES, HOST, Server, ServerError, claim_port, cores
 from kvobs.demo.tree import tree
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
@@ -139,8 +142,8 @@ class Demo:
     exporter: bool = False
     """Whether kvobs's metrics and spans leave by its exporter."""
 
-    def run(self) -> list[report.ConnectorTotals]:
-        """Run the demo and return each connector's numbers.
+    def run(self) -> ServerSums:
+        """Run the demo and return its numbers.
 
         With `keep` the server runs until Ctrl-C, and its folder is kept. Raises `ServerError`.
         """
@@ -176,15 +179,15 @@ class Demo:
                 step.succeed(f"vLLM with kvobs is up on {server.url}")
                 if self.exporter:
                     step.note(f"kvobs's metrics are at {metrics_url(server)}")
-            rows = self.measure(server)
+            sums = self.measure(server)
             self.show_slowest_load(collector)
             self.look_further(server, work)
             if self.keep:
                 self.wait_for_ctrl_c(server)
-            return rows
+            return sums
 
-    def measure(self, server: Server) -> list[report.ConnectorTotals]:
-        before = readings(server)
+    def measure(self, server: Server) -> ServerSums:
+        before = reading(server)
         results = []
         with Progress(self.console, "load") as step:
             if self.fault:
@@ -199,22 +202,17 @@ class Demo:
             same = "loaded or computed: the same answers, token for token"
             step.succeed(f"{len(wrong)} prompts got another answer than before, without an error" if wrong else same)
         time.sleep(SETTLE_S)
-        after = readings(server)
-        rows = [report.totals_of(name, before, after) for name in NAMES]
-        self.console.print()
-        self.console.print(report.table(rows))
-        self.console.print(report.LEGEND, style="dim")
-        self.console.print(report.source_line(report.sources(before, after)), highlight=False)
-        self.console.print(report.time_line(rows), highlight=False)
-        self.console.print(report.gain_line(rows, report.prefills(after)), highlight=False)
+        after = reading(server)
+        sums = server_sums("What each connector did", [(before, after)], None)
+        self.console.print("", Picture([sums]), sep="\n", highlight=False)
         if self.fault:
             self.console.print(f"\n[bold]The fault in /metrics[/]: {self.fault.says}")
-            self.copyable(*report.evidence(self.fault.shown_by, after))
+            self.copyable(*report.evidence(self.fault.shown_by, after.values))
             lines = server.log.read_text().splitlines() if self.fault.logged else []
             if logged := next((line for line in lines if self.fault.logged in line), None):
                 self.console.print("\n[bold]The first line about it in vLLM's log[/]")
                 self.copyable(logged)
-        return rows
+        return sums
 
     def show_slowest_load(self, collector: Collector) -> None:
         deadline = time.monotonic() + ARRIVE_S
@@ -372,22 +370,16 @@ def see_exporter_end(url: str) -> None:
             time.sleep(0.1)
 
 
-def readings(server: Server) -> list[Sample]:
+def reading(server: Server) -> Scrape:
     """Read a server's metrics; kvobs's own from its exporter if it has one."""
-    url, samples = metrics_url(server), server.metrics()
-    if url == f"{server.url}/metrics":
-        return samples
-    deadline = time.monotonic() + ARRIVE_S
+    url, deadline = metrics_url(server), time.monotonic() + ARRIVE_S
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=ARRIVE_S) as answer:
-                exported = parse_metrics(answer.read().decode())
-            break
-        except OSError as error:  # it starts at the same time as the engine
+            return fetch(url, f"{server.url}/metrics")
+        except NoAnswerError as error:  # an exporter starts while the engine does
             if time.monotonic() > deadline:
-                raise server.failure(f"kvobs's exporter, {url}, gave no answer: {error}.") from error
+                raise server.failure(f"kvobs's metrics, {url}, can't be read: {error}.") from error
             time.sleep(0.2)
-    return [*(sample for sample in samples if not sample.name.startswith("kvobs_")), *exported]
 
 
 def on_one_core(ranks: int) -> dict[str, str]:

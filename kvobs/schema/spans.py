@@ -69,6 +69,7 @@ WAITED = _attribute(
 WRONG_BLOCKS = _attribute(
     "kv_transfer.wrong_blocks", "loaded blocks whose bytes differ from the computed ones, on one rank"
 )
+QUEUED = _attribute("kv_transfer.queued", "seconds from the request's arrival at the server to the start of its load")
 LAYER = _attribute("kv_transfer.layer", "index of the layer, in the order of calls in the step")
 LAYERS = _attribute("kv_transfer.layers", "number of layers called")
 LAYERS_DURATION = _attribute("kv_transfer.layers_duration", "total seconds of the calls of all layers")

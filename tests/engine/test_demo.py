@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvobs.cli.scrapes import Numbers
-from kvobs.demo.report import PROMPT_TOKENS
+from kvobs.cli.scrapes import PROMPT_TOKENS, Numbers
 from kvobs.demo.server import parse_metrics
 from kvobs.schema import signals
 from tests.engine.serving import eventually
@@ -91,12 +90,13 @@ def demo(*arguments: str, **env: str) -> Iterator[Run]:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
-def printed_rows(output: str) -> dict[str, list[int]]:
-    """Return the report's numbers: asked, hits, misses, ..., offered, loaded, loads, unused."""
-    lines = (line.replace(",", "").split() for line in output.splitlines())
-    rows = {cells[0]: cells[1:] for cells in lines if cells and all(map(str.isdigit, cells[1:]))}
-    assert {"cpu", "disk"} <= rows.keys(), output
-    return {name: [int(cell) for cell in rows[name]] for name in ("cpu", "disk")}
+def printed_rows(output: str) -> dict[str, dict[str, int]]:
+    """Return the counts in the table, by connector and title."""
+    lines = output.partition("What each connector did")[2].splitlines()
+    names = lines[1].split()
+    assert names == ["cpu", "disk"], output
+    found = re.findall(r"^ *(\S[a-z -]*[a-z]) +([\d,]+) +([\d,]+)$", "\n".join(lines), re.MULTILINE)
+    return {name: {row[0]: int(row[i].replace(",", "")) for row in found} for i, name in enumerate(names, 1)}
 
 
 def test_a_port_in_use_is_named_and_nothing_starts() -> None:
@@ -119,15 +119,15 @@ def test_the_demo_shows_both_connectors_loading() -> None:
         assert code == 0, output
         assert run.left_behind() == []
     rows = printed_rows(output)
-    for asked, hits, *_, offered, loaded, loads, _unused in rows.values():
-        assert asked >= 32
-        assert hits >= loads >= 4  # each round that is a child's begins with a miss of vLLM's own cache per document
-        assert offered >= loaded > 0
-    assert rows["disk"][-1] > 0, "the last round offers more on disk than in host memory"
+    for row in rows.values():
+        assert row["lookups"] >= 32
+        # Each round that is a connector's begins with a miss of vLLM's own cache per document.
+        assert row["hits"] >= row["loads"] >= 4
+        assert row["tokens offered"] >= row["tokens loaded"] > 0
+    assert rows["disk"]["lost to a shorter offer"] > 0, "the last round offers more on disk than in host memory"
     assert "the same answers, token for token" in output
-    said = " ".join(output.split())
-    times = r"\d+ ms per load, model steps waited \d+ ms for its loads and \d+ ms for its saves"
-    assert re.search(rf"Time: cpu {times}; disk {times}\.", said)
+    shares = r"\d+ % computed, \d+ % in vLLM's own cache, \d+ % loaded by cpu, \d+ % loaded by disk"
+    assert re.search(rf"Of [\d,]+ prompt tokens: {shares}\.", " ".join(output.split()))
     assert "--kv-transfer-config '{" in output
     shown = output.split("Trace of the slowest load", 1)[1]
     assert re.search(r"llm_request .*kv\.lookup (cpu|disk) .*kv\.load \1 .*kv\.load\.rank 0 ", shown, re.DOTALL), shown
@@ -152,9 +152,9 @@ def test_with_the_exporter_its_numbers_are_those_that_vllm_counts() -> None:
         assert [log.stat().st_size > 0 for log in run.tmp.glob("*/server.log")] == [True]
     assert not [name for name in theirs.by_name if name.startswith("kvobs_")]
     assert not [name for name in ours.by_name if not name.startswith("kvobs_")]
-    for name, (*_, loaded, loads, _unused) in printed_rows(output).items():
-        assert loads == ours.total(signals.LOADS, outcome="ok", connector=name) > 0
-        assert loaded == ours.total(signals.LOAD_TOKENS, connector=name) > 0
+    for name, row in printed_rows(output).items():
+        assert row["loads"] == ours.total(signals.LOADS, outcome="ok", connector=name) > 0
+        assert row["tokens loaded"] == ours.total(signals.LOAD_TOKENS, connector=name) > 0
     assert ours.total(signals.LOAD_TOKENS) == theirs.sum(PROMPT_TOKENS, source="external_kv_transfer")
     assert "Trace of the slowest load" in output
     assert [child["connector"] for child in shown_by_top["connectors"]] == ["cpu", "disk"]

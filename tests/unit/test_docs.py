@@ -165,7 +165,8 @@ def test_all_commands_are_described() -> None:
 
 @pytest.mark.parametrize("line", command_lines(), ids=str)
 def test_every_command_and_its_options_exist(line: Mention) -> None:
-    name, *words = line.what.split()
+    """What is behind ``--`` is another command."""
+    name, *words = line.what.partition(" -- ")[0].split()
     command = load(name)
     while hasattr(command, "commands") and words:
         command = command.commands[words.pop(0)]

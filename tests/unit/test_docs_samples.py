@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,24 @@ from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from kvobs.cli import app
+from kvobs.cli.summary.screen import Picture as SummaryPicture
 from kvobs.cli.top.screen import Picture
-from kvobs.demo import report, tree
+from kvobs.demo import tree
 from kvobs.demo.collector import ReceivedSpan
 from kvobs.export.summary import summarize
 from kvobs.page import files, layout, writer
 from kvobs.page.layout import SPAN_BYTES
 from kvobs.schema import __version__, signals
 from kvobs.telemetry.tracing.journal import PER_SECOND, RESERVED
+from tests.support.page_files import page_folder
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.promtool import answers
+from tests.support.slow_loads import SLOW
+from tests.support.summaries import DEMO
 from tests.support.top_engines import exporting
 from tests.support.top_rows import SERVER
 from tests.support.watched import begin, note
+from tests.support.written import Pages
 
 
 def printed(part: RenderableType, width: int = 80) -> list[str]:
@@ -50,32 +54,21 @@ def numbers(line: str) -> list[int]:
     return [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", line)]
 
 
-def totals(rows: Iterable[str], times: str) -> list[report.ConnectorTotals]:
-    """Return what a table of the demo, and the line of times below it, were made from."""
-    made = []
-    for row in rows:
-        name = row.split()[0]
-        _, hits, misses, offered, loaded, loads, lost = numbers(row)
-        load_ms, load_stall_ms, save_stall_ms = numbers(
-            next(part for part in re.split("[:;]", times) if part.split()[0] == name)
-        )
-        by_outcome = dict.fromkeys(report.OUTCOMES, 0) | {"hit": hits, "miss": misses}
-        by_end = {"ok": loads, "failed": 0, "aborted": 0}
-        load_s, load_stall_s, save_stall_s = load_ms * loads / 1e3, load_stall_ms / 1e3, save_stall_ms / 1e3
-        stalls = load_stall_s, save_stall_s
-        made.append(report.ConnectorTotals(name, by_outcome, offered, lost, by_end, loaded, load_s, *stalls))
-    return made
-
-
 def test_the_demos_table_is_what_it_prints() -> None:
-    lines = sample("docs/quickstart.md", "Lookups, offers and loads")
-    shown = lines[: next(i for i, line in enumerate(lines) if line.startswith("Time:"))]
-    times = " ".join(lines[len(shown) :])
-    rows = totals([line for line in shown if line.split()[0] in ("cpu", "disk")], times.removeprefix("Time:"))
-    assert times == report.time_line(rows)
-    assert not_printed(shown, printed(report.table(rows))) == []
+    shown = sample("docs/quickstart.md", "What each connector did")
+    made = dataclasses.replace(DEMO, server="What each connector did", seconds=None)
+    assert shown[:1] == printed(SummaryPicture([made]))[:1]
+    assert [line for line in printed(SummaryPicture([made])) if line in shown] == shown
     (comment,) = (part for part in paragraphs(TEXTS["docs/quickstart.md"]) if part.startswith("`disk` had"))
-    assert set(numbers(comment)) <= set(numbers(" ".join(lines)))
+    assert set(numbers(comment)) <= set(numbers(" ".join(shown)))
+
+
+def test_a_summary_and_its_comparison_are_what_the_command_prints() -> None:
+    assert sample("docs/summary.md", "tiny at port") == printed(SummaryPicture([DEMO]))
+    (cpu, disk), lines = DEMO.connectors, sample("docs/summary.md", "before")
+    faster = dataclasses.replace(cpu, lookups=192, hit_share=0.5, load_p99_s=0.082), disk
+    now = dataclasses.replace(DEMO, connectors=faster)
+    assert not_printed(lines, printed(SummaryPicture([now], [DEMO]))) == []
 
 
 def span(name: str, number: int, begin_ms: float, ms: float, parent: int = 0, **attributes: object) -> ReceivedSpan:
@@ -131,6 +124,19 @@ def test_the_screen_of_top_is_what_it_prints() -> None:
     shown = sample("docs/on-call.md", "kvobs top   the last")
     assert [line for line in printed(Picture([SERVER], 5)) if line] == shown
     assert not_printed(sample("README.md", "tokens   load"), shown) == []
+
+
+def test_a_slow_load_is_what_the_command_prints() -> None:
+    (_, *shown) = sample("docs/trace.md", "$ kvobs trace")
+    with page_folder():
+        pages = Pages(None, port=8000)
+        pages.write(SLOW)
+        lines = kvobs("trace")
+    assert [line for line in shown if line.strip() != "..." and "engine " not in line and "load of" not in line] == [
+        line.rstrip() for line in lines[1:2] + lines[3 : len(shown) - 1]
+    ]
+    assert lines[0].startswith(shown[0].partition("18:")[0])
+    assert not_printed(["engine tiny, port 8000 (...)"], lines) == []
 
 
 NS = {"ms": 10**6, "us": 10**3}

@@ -18,7 +18,7 @@ PURE = ("prediction", "state", "probe", "telemetry.requests", "telemetry.tracing
 NEEDS_NO_VLLM = ("log", "vllm_api", "schema", "topology", "faults", "page", "plugin")
 WITHOUT_TORCH = (
     *("export.process", "export.span_export", "export.destinations", "export.starter", "export.__main__"),
-    *("cli.scrapes", "cli.exporter", "cli.here", "cli.top.live"),
+    *("cli.scrapes", "cli.exporter", "cli.here", "cli.top.live", "cli.summary.command", "cli.trace.command"),
     *("connectors.specs", "connectors.validation", "routing.lookups", "cli.check.check"),
 )
 

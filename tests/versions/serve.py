@@ -14,10 +14,17 @@ def main(target: Path) -> None:
     from vllm import __version__
 
     try:
-        rows = Demo(Console(), requests=48).run()
+        rows = Demo(Console(), requests=48).run().connectors
     except ServerError as error:
         sys.exit(str(error))
-    children = {row.name: {"hits": row.lookups["hit"], "loads": dict(row.loads), "tokens": row.loaded} for row in rows}
+    children = {
+        row.connector: {
+            "hits": row.hits,
+            "loads": {"ok": row.loads, "failed": row.failed_loads, "aborted": row.aborted_loads},
+            "tokens": row.loaded_tokens,
+        }
+        for row in rows
+    }
     target.write_text(json.dumps({"vllm": __version__, "children": children}))
 
 

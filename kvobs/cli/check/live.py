@@ -1,10 +1,8 @@
 """Look at running servers, and at the Prometheus that scrapes them: metrics, exemplars, doubled series, rules, jobs."""
 
 import datetime as dt
-import json
 import re
 import time
-import urllib.parse
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +14,7 @@ from kvobs.cli import dashboards
 from kvobs.cli.output import duration, printable, signed_amount
 from kvobs.cli.scrapes import NO_METRICS, PLAIN, PREFIX, EndedError, Numbers, Scrape, parse_vllm, values_of
 from kvobs.cli.top.rows import ConnectorRow, server_row
-from kvobs.cli.web import NoAnswerError, get
+from kvobs.cli.web import NoAnswerError, get, query_prometheus
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
 from kvobs.schema.signals import no_estimate
@@ -188,12 +186,14 @@ def _exemplars(url: str) -> int | None:
 def _look_at_prometheus(result: LiveResult, prometheus: str, urls: Sequence[str]) -> None:
     now = time.time()
     try:
-        targets = _data(prometheus, "targets", state="active")["activeTargets"]
-        groups = _data(prometheus, "rules")["groups"]
-        flags = _data(prometheus, "status/flags")
-        doubled, bucketless = (_data(prometheus, "query", query=query)["result"] for query in (_DOUBLED, _BUCKETLESS))
+        targets = query_prometheus(prometheus, "targets", state="active")["activeTargets"]
+        groups = query_prometheus(prometheus, "rules")["groups"]
+        flags = query_prometheus(prometheus, "status/flags")
+        doubled, bucketless = (
+            query_prometheus(prometheus, "query", query=query)["result"] for query in (_DOUBLED, _BUCKETLESS)
+        )
         hour = {"start": f"{now - 3600:.0f}", "end": f"{now:.0f}"}
-        stored = _data(prometheus, "query_exemplars", query=_HISTOGRAM, **hour)
+        stored = query_prometheus(prometheus, "query_exemplars", query=_HISTOGRAM, **hour)
     except NoAnswerError as error:
         result.refuse(prometheus, str(error), "give the address of a Prometheus, such as http://localhost:9090")
         return
@@ -273,12 +273,3 @@ def _port(url: str) -> int:
     """Return the port of an URL; host names may differ where Prometheus runs."""
     parts = urlsplit(url)
     return parts.port or (443 if parts.scheme == "https" else 80)
-
-
-def _data(prometheus: str, path: str, **query: str) -> Any:
-    text, _ = get(f"{prometheus}/api/v1/{path}?{urllib.parse.urlencode(query)}", "application/json")
-    with suppress(ValueError, KeyError, TypeError, RecursionError):
-        answer = json.loads(text)
-        if answer["status"] == "success":
-            return answer["data"]
-    raise NoAnswerError("is not a Prometheus server: its API gave an unexpected answer")

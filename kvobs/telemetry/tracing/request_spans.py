@@ -33,6 +33,8 @@ class Trace:
     link: TraceContext | None  # the prefill engine's
     lookup_id: str  # the span of the current lookups
     remote: Mapping[str, Value]  # attributes of the prefill engine
+    arrived_s: float = 0.0  # at the server, since the epoch; 0: unknown
+    lookup: LookupResult = NO_RESULT  # the one before the last load
     root_id: str = ""  # the first span of a trace that begins here
     prompt_tokens: int = 0
     lookups: int = 0
@@ -105,14 +107,17 @@ class RequestSpans:
         if reason is None:
             return
         trace.root_id = trace.root_id or opened.span_id
-        attributes: dict[str, Value] = {self._offered[offer.child]: offer.tokens for offer in lookup.offers}
-        attributes |= {spans.LOOKUPS: lookups, spans.LOCAL_TOKENS: lookup.local, spans.OUTCOME: outcome}
-        attributes[spans.PROMPT_TOKENS] = trace.prompt_tokens
+        attributes = self._of_lookup(trace, lookup) | {spans.LOOKUPS: lookups, spans.OUTCOME: outcome}
         if outcome in {"hit", "miss"} and trace.prompt_tokens:
             attributes[spans.HIT_RATE] = min(1.0, (lookup.local + tokens) / trace.prompt_tokens)
         if owner is not None:
             attributes |= {spans.CONNECTOR: self._names[owner], spans.TOKENS: tokens}
         self._journal.add([opened.record(spans.LOOKUP, trace.began_ns, trace.ended_ns, reason, attributes)])
+
+    def _of_lookup(self, trace: Trace, lookup: LookupResult) -> dict[str, Value]:
+        """Return the attributes of a lookup's offers."""
+        offers: dict[str, Value] = {self._offered[offer.child]: offer.tokens for offer in lookup.offers}
+        return offers | {spans.LOCAL_TOKENS: lookup.local, spans.PROMPT_TOKENS: trace.prompt_tokens}
 
     def is_slow(self, load: Load) -> bool:
         """Return whether a load took so long that its span is always written."""
@@ -135,6 +140,10 @@ class RequestSpans:
         if load.failed:
             lost = load.tokens if load.lost_tokens is None else load.lost_tokens
             attributes |= {spans.ERROR_TYPE: LOAD_FAILED, spans.RECOMPUTED_TOKENS: lost}
+        if not opened.trace.is_sampled:  # then its lookup has no span
+            attributes |= self._of_lookup(opened.trace, opened.trace.lookup)
+        if opened.trace.arrived_s:  # by the clock of the API server's process
+            attributes[spans.QUEUED] = max(0.0, load.opened_ns / 1e9 - opened.trace.arrived_s)
         if gain is not None:
             attributes[spans.WAITED] = gain.waited_ns / 1e9
             if gain.saved_ns is not None:
@@ -194,6 +203,12 @@ class RequestSpans:
             attributes = {**same, spans.RANK: rank, **more[rank]}
             group.append(Record(of_rank.name, *ids, start_ns, ended_ns, head.reason, attributes))
         self._journal.add(group)
+
+
+def arrival_of(request: object) -> float:
+    """Return when a request arrived at the server, in seconds since the epoch; 0 if the request does not carry it."""
+    arrived_s = getattr(request, "arrival_time", 0.0)
+    return arrived_s if isinstance(arrived_s, float) else 0.0
 
 
 def _compared(transfer: Load | Save) -> dict[str, Value]:

@@ -15,7 +15,7 @@ from kvobs.state.transfers import Gain, Load, LookupResult, Save, WrongBlocks
 from kvobs.telemetry.tracing import trace_context
 from kvobs.telemetry.tracing.call_spans import CallSpans, Parent
 from kvobs.telemetry.tracing.journal import Journal
-from kvobs.telemetry.tracing.request_spans import Opened, RequestSpans, Trace
+from kvobs.telemetry.tracing.request_spans import Opened, RequestSpans, Trace, arrival_of
 from kvobs.telemetry.tracing.sampling import TracingSettings, Verdicts
 from kvobs.telemetry.tracing.trace_context import MalformedContextError, TraceContext, new_span_id
 
@@ -71,6 +71,7 @@ class Traces(Observer):
             link=link,
             lookup_id=new_span_id(),
             remote=trace_context.remote_of(request.kv_transfer_params),
+            arrived_s=arrival_of(request),
             prompt_tokens=request.num_prompt_tokens,
         )
 
@@ -126,6 +127,8 @@ class Traces(Observer):
     def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
         """Write the span of the lookups that have ended."""
         trace = self._traces.get(request.request_id)
+        if trace is not None and owner is not None:
+            trace.lookup = lookup
         if trace is not None and trace.lookups:
             outcome = "hit" if owner is not None else "miss" if lookup.is_read else "not_read"
             self._spans.looked_up(trace, outcome, lookup, owner=owner, tokens=tokens)

@@ -18,7 +18,7 @@ def kvobs(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-COMMANDS = ("check", "top", "timeline", "demo", "dashboards export")
+COMMANDS = ("check", "top", "summary", "trace", "timeline", "demo", "dashboards export")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], []])

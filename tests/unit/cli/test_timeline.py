@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from kvobs.cli import app
 from kvobs.page import files, writer
 from kvobs.page.description import ConnectorInfo, EngineInfo
-from kvobs.page.layout import ENDED, HEAD, MAGIC, VERSION
+from kvobs.page.layout import ENDED, HEAD, MAGIC, URGENT, VERSION
 from kvobs.page.writer import PageWriter
 from tests.support.page_files import page_folder
+from tests.support.slow_loads import SLOW
 from tests.support.watched import NAMES, REMOTE, config, note, process
 
 S = 10**9
@@ -237,3 +238,16 @@ def test_the_trace_has_a_track_for_each_process_and_a_row_for_each_connector(nam
     assert (code, "already exists: name another file" in output.replace("\n", " ")) == (1, True)
     code, output = run("--chrome", tmp_path / "no" / name)
     assert (code, "can't be written: No such file or directory" in output.replace("\n", " ")) == (1, True)
+
+
+def test_the_trace_has_slow_loads_and_their_requests(tmp_path: Path) -> None:
+    boxes = [begin(None), begin(1)]
+    assert boxes[0].spans[URGENT].write(SLOW)
+    note(boxes[0], 0, "build_connector_meta", time.perf_counter_ns(), 3000)
+    assert run("--chrome", tmp_path / "t.json")[0] == 0
+    events = events_of(tmp_path / "t.json")
+    slices = [event for event in events if event.get("cat") == "load"]
+    assert [event["name"].split()[0] for event in slices] == ["request", "queue", "load", "resume", "rank", "rank"]
+    assert min(event["ts"] for event in events if event["ph"] == "X") == 0
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert rows[slices[0]["tid"]] == "requests and loads 1"

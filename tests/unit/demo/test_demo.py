@@ -1,9 +1,7 @@
 """The parts of `kvobs demo`, each on its own; the whole of it runs in tests/engine/test_demo.py."""
 
-import re
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client.samples import Sample
-from rich.console import Console
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from kvobs.cli.scrapes import Series
 from kvobs.demo import load, model, report, run
 from kvobs.demo.host_offload import HostWorker
-from kvobs.demo.server import Completion, ServerError, parse_metrics
+from kvobs.demo.server import Completion, ServerError
 
 
 def test_the_same_model_comes_out_every_time(tmp_path: Path) -> None:
@@ -177,114 +174,18 @@ def test_the_load_stops_at_the_first_failure() -> None:
     assert len(server.seen) <= 4
 
 
-BEFORE = """
-# TYPE kvobs_lookups_total counter
-kvobs_lookups_total{connector="cpu",engine="0",model_name="tiny",outcome="hit"} 1.0
-kvobs_lookups_total{connector="cpu",engine="0",model_name="tiny",outcome="miss"} 2.0
-vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"} 100.0
-"""
-
-AFTER = """
-kvobs_lookups_total{connector="cpu",engine="0",model_name="tiny",outcome="hit"} 11.0
-kvobs_lookups_total{connector="cpu",engine="1",model_name="tiny",outcome="hit"} 5.0
-kvobs_lookups_total{connector="cpu",engine="0",model_name="tiny",outcome="miss"} 6.0
-kvobs_lookups_total{connector="disk",engine="0",model_name="tiny",outcome="pending"} 54321.0
-kvobs_offered_tokens_total{connector="cpu",engine="0",model_name="tiny"} 4096.0
-kvobs_offered_tokens_total{connector="disk",engine="0",model_name="tiny"} 2048.0
-kvobs_unused_hit_tokens_total{connector="disk",engine="0",model_name="tiny",reason="other_chosen"} 64.0
-kvobs_unused_hit_tokens_total{connector="disk",engine="0",model_name="tiny",reason="aborted"} 54321.0
-kvobs_loads_total{connector="cpu",engine="0",mode="async",model_name="tiny",outcome="ok"} 3.0
-kvobs_loads_total{connector="cpu",engine="0",mode="sync",model_name="tiny",outcome="ok"} 1.0
-kvobs_loads_total{connector="cpu",engine="0",mode="async",model_name="tiny",outcome="aborted"} 2.0
-kvobs_load_tokens_total{connector="cpu",engine="0",model_name="tiny"} 3968.0
-kvobs_load_duration_seconds_sum{connector="cpu",engine="0",mode="async",model_name="tiny"} 0.06
-kvobs_load_duration_seconds_sum{connector="cpu",engine="0",mode="sync",model_name="tiny"} 0.02
-kvobs_load_stall_seconds_sum{connector="cpu",engine="0",model_name="tiny"} 0.5
-kvobs_save_stall_seconds_sum{connector="cpu",engine="0",model_name="tiny"} 0.25
-kvobs_save_stall_seconds_sum{connector="disk",engine="0",model_name="tiny"} 54.321
-kvobs_prefill_saved_seconds_total{connector="cpu",engine="0",model_name="tiny"} 0.9
-kvobs_load_waited_seconds_total{connector="cpu",engine="0",model_name="tiny"} 0.4
-kvobs_estimated_loads_total{connector="cpu",engine="0",model_name="tiny"} 3.0
-kvobs_estimate_prefills_total{engine="0",model_name="tiny"} 5.0
-kvobs_load_tokens_created{connector="cpu",engine="0",model_name="tiny"} 1.7e+09
-vllm:kv_offload_load_bytes_total{connector="cpu",engine="0",model_name="tiny"} 99.0
-vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"} 350.0
-vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_cache_hit"} 500.0
-vllm:prompt_tokens_by_source_total{engine="1",model_name="tiny",source="external_kv_transfer"} 250.0
-"""
-
-
-def test_the_report_counts_the_growth_of_each_child() -> None:
-    """Over all engines and both modes, and nothing that was there before."""
-    readings = parse_metrics(BEFORE), parse_metrics(AFTER)
-    cpu, disk, other = (report.totals_of(name, *readings) for name in ("cpu", "disk", "s3"))
-    assert cpu == report.ConnectorTotals(
-        "cpu", lookups={"hit": 15, "miss": 4, "pending": 0, "timeout": 0, "not_read": 0}, offered=4096, lost=0,
-        loads={"ok": 4, "failed": 0, "aborted": 2}, loaded=3968, load_s=0.08, load_stall_s=0.5, save_stall_s=0.25,
-        saved_s=0.9, waited_s=0.4, estimated=3,
-    )  # fmt: skip
-    assert cpu.load_ms == 20
-    assert (cpu.asked, disk.asked, disk.offered, disk.lost, disk.loaded) == (19, 0, 2048, 64, 0)
-    assert (other.asked, other.offered, other.loaded, other.load_ms) == (0, 0, 0, 0)
-    assert report.time_line([cpu, disk]) == (
-        "Time: cpu 20 ms per load, model steps waited 500 ms for its loads and 250 ms for its saves; "
-        "disk model steps waited 0 ms for its loads and 54,321 ms for its saves."
-    )
-    assert report.gain_line([cpu, replace(cpu, name="remote", estimated=0), disk], report.prefills(readings[1])) == (
-        "Gain: cpu saved 0.90 s, requests waited 0.40 s (3 of 4 loads have an estimate); "
-        "remote no estimate yet: 5 prefills seen."
-    )
-    assert report.gain_line([disk], 5) == ""
-
-
-def test_the_report_says_where_prompt_tokens_came_from() -> None:
-    tokens = report.sources(parse_metrics(BEFORE), parse_metrics(AFTER))
-    assert tokens == {"computed": 250, "in vLLM's own cache": 500, "loaded by the connectors": 250}
-    assert report.source_line(tokens) == (
-        "Of 1,000 prompt tokens: 25 % computed, 50 % in vLLM's own cache, 25 % loaded by the connectors."
-    )
-    assert report.source_line(dict.fromkeys(tokens, 0)).startswith("Of 0 prompt tokens: 0 %")
-
-
-@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=4).filter(any))
-def test_shares_of_tokens_add_up_to_100_and_are_within_one_percent(counts: list[int]) -> None:
-    line = report.source_line({f"source {i}": count for i, count in enumerate(counts)})
-    shares = [int(share) for share in re.findall(r"(\d+) %", line)]
-    assert sum(shares) == 100
-    assert all(abs(share - 100 * n / sum(counts)) <= 1 for share, n in zip(shares, counts, strict=True))
-
-
-def shown(rows: list[report.ConnectorTotals]) -> str:
-    console = Console(width=80, color_system=None)
-    with console.capture() as capture:
-        console.print(report.table(rows))
-    return capture.get()
-
-
-def test_the_table_fits_an_80_column_terminal_with_every_number_whole() -> None:
-    """Even with all columns and five-digit numbers; a number cut short would be a wrong number."""
-    readings = parse_metrics(BEFORE), parse_metrics(AFTER)
-    text = shown([report.totals_of(name, *readings) for name in ("cpu", "disk")])
-    assert max(map(len, text.splitlines())) <= 80
-    assert next(line for line in text.splitlines() if "disk" in line).count("54,321") == 1
-    assert "…" not in text
-    assert all(word in text for word in ("yet", "failed"))
-    quiet = [report.ConnectorTotals("cpu", dict.fromkeys(report.OUTCOMES, 0) | {"hit": 1, "miss": 1}, 1, 0,
-                          dict.fromkeys(("ok", "failed", "aborted"), 0), 1, 0, 0, 0)]  # fmt: skip
-    assert not any(word in shown(quiet) for word in ("yet", "timed", "failed")), "columns that nobody needs"
-
-
 def test_a_histogram_is_printed_as_its_mean_over_all_engines_and_what_is_zero_is_not() -> None:
-    def sample(series: str, value: float, **labels: str) -> Sample:
-        return Sample(f"kvobs_{series}", {"model_name": "m", "connector": "cpu", "mode": "async", **labels}, value)
+    def sample(series: str, value: float, **labels: str) -> tuple[Series, float]:
+        named = {"model_name": "m", "connector": "cpu", "mode": "async", **labels}
+        return (f"kvobs_{series}", frozenset(named.items())), value
 
-    samples = [
+    values = dict([
         sample("load_duration_seconds_sum", 3, engine="0"), sample("load_duration_seconds_count", 2, engine="0"),
         sample("load_duration_seconds_sum", 1, engine="1"), sample("load_duration_seconds_count", 2, engine="1"),
         sample("load_duration_seconds_count", 0, connector="disk"), sample("loads_total", 4, outcome="ok"),
         sample("loads_total", 0, outcome="failed"), sample("lookups_total", 4, outcome="hit"),
-    ]  # fmt: skip
-    assert list(report.evidence(run.FAULTS["slow-connector"].shown_by, samples)) == [
+    ])  # fmt: skip
+    assert list(report.evidence(run.FAULTS["slow-connector"].shown_by, values)) == [
         'kvobs_loads_total{connector="cpu", mode="async", outcome="ok"} 4',
         'kvobs_load_duration_seconds{connector="cpu", mode="async"} 1 s on average, 4 times',
     ]

@@ -92,12 +92,13 @@ def test_the_exporter_is_asked_until_it_has_ended(monkeypatch: pytest.MonkeyPatc
 
 def test_an_exporter_that_gives_no_answer_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run, "ARRIVE_S", 0.3)
-    monkeypatch.setattr(server.Server, "metrics", lambda _self: [])
     config = run.multi_connector(run.host_memory())
     config["kv_connector_extra_config"]["kvobs"]["exporter"] = {"port": server.claim_port(0)}
     made = server.Server(tmp_path, tmp_path / "log", config)
-    with pytest.raises(server.ServerError, match=r"kvobs's exporter, http://127.0.0.1:\d+/metrics, gave no answer: "):
-        run.readings(made)
+    with pytest.raises(
+        server.ServerError, match=r"kvobs's metrics, http://127.0.0.1:\d+/metrics, can't be read: no answer"
+    ):
+        run.reading(made)
 
 
 def test_the_last_command_turns_nothing_off(tmp_path: Path) -> None:

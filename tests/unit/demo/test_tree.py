@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvobs.cli.waterfall import BAR
 from kvobs.demo.collector import ReceivedSpan
-from kvobs.demo.tree import BAR, bar, tree
+from kvobs.demo.tree import tree
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CLIENT = 99
@@ -126,12 +127,3 @@ trace 4bf92f3577b34da6a3ce929d0e0e4736  cmpl-1-0
         └── kv.call update_state_after_alloc rank 1  10.01 s  1.25 ms
               TimeoutError"""
     )
-
-
-@pytest.mark.parametrize(
-    ("begin", "end", "whole", "expected"),
-    [(0, 160, 160, "█" * 16), (0, 80, 160, "█" * 8), (80, 160, 160, " " * 8 + "█" * 8), (0, 0, 160, "█"),
-     (160, 160, 160, " " * 15 + "█"), (0, 0, 0, "█")],  # an instant at the end has a place too
-)  # fmt: skip
-def test_a_bar_lies_where_its_span_does_and_is_never_empty(begin: int, end: int, whole: int, expected: str) -> None:
-    assert bar(begin, end, whole) == expected

@@ -10,7 +10,7 @@ from kvobs.page.layout import ORDINARY, SPAN_BYTES, URGENT
 from kvobs.page.span_ring import SpanReader
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema.spans import Reason, Record
-from kvobs.state.transfers import Gain, Load, WrongBlocks
+from kvobs.state.transfers import Gain, Load, LookupResult, Offer, WrongBlocks
 from kvobs.telemetry.tracing.urgent_loads import UrgentLoads, untraced_request
 from kvobs.testing import Script
 from tests.support.contexts import TRACING, journal, no_otel_variables, request, written
@@ -84,6 +84,27 @@ def test_its_ranks_are_below_it_in_a_trace_of_its_own() -> None:
     assert head.trace_id != other.trace_id
 
 
+def test_it_has_the_offers_and_how_long_ago_its_request_had_arrived() -> None:
+    """Of the lookup before it; vLLM allocates a second time after the load, without one."""
+    loads = Loads()
+    asked = request(REQUEST)
+    asked.arrival_time, asked.num_prompt_tokens = 5.0, 200
+    asked.kv_transfer_params = {"do_remote_prefill": True, "remote_host": "gpu-1"}
+    slow = Load(1, 64, True, 1, 7 * 10**9, arrived={0: 9 * 10**9})
+    loads.observer.allocated(asked, LookupResult([Offer(0, 32, True), Offer(1, 64, True)], 16), 1, 64)
+    loads.observer.allocated(request("miss"), LookupResult(), None, 0)
+    loads.observer.allocated(asked, LookupResult(), None, 0)
+    assert len(loads.observer) == 1
+    loads.observer.load_ended(REQUEST, slow)
+    loads.observer.load_weighed(REQUEST, slow, Gain(None, 0))
+    (record,) = loads.written()
+    assert said(record)["queued"] == 2
+    assert (said(record)["offered_tokens.disk"], said(record)["offered_tokens.cpu"]) == (32, 64)
+    assert (said(record)["local_tokens"], said(record)["prompt_tokens"]) == (16, 200)
+    assert said(record)["remote.host"] == "gpu-1"
+    assert len(loads.observer) == 0
+
+
 def test_wrong_bytes_are_an_error() -> None:
     loads = Loads()
     loads.observer.noted([WrongBlocks(0, REQUEST, 3, 1), object()])
@@ -152,6 +173,7 @@ def test_without_tracing_only_slow_and_failed_loads_and_calls_are_in_the_urgent_
     loads = {said(record)["request.id"]: record.reason for record in urgent if record.name == "kv.load"}
     assert loads == {"slow": Reason.SLOW, "bad": Reason.ERROR, "vain": Reason.SLOW}
     assert {record.name for record in urgent} == {"kv.load", "kv.load.rank"}
+    assert all("queued" in said(record) for record in urgent if record.name == "kv.load")
     assert ordinary == []
     assert len(observer_of(engine.rig, UrgentLoads) or ()) == 0
     assert engine.value("kvobs_spans_dropped_total", None, where="rate") == 0

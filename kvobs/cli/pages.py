@@ -1,0 +1,38 @@
+"""Find the pages of the processes on this host, and name their engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvobs.cli.output import printable, warn
+from kvobs.page import files
+from kvobs.page.description import EngineInfo
+from kvobs.page.reader import Page, names_of
+
+DIGITS = 8
+"""Of an engine's hash."""
+
+
+def pages() -> Iterator[tuple[str, Page]]:
+    """Yield the pages of running and dead processes, each with its engine's id; warn of one that can't be read."""
+    for name in names_of():
+        path = files.folder() / name
+        try:
+            engine, number = f"{name}-".split("-")[:2]
+            yield f"{engine[:DIGITS]}-{number}", Page(path)
+        except FileNotFoundError:
+            continue  # it has just ended well
+        except (OSError, ValueError) as error:
+            warn(f"{path} is skipped: {getattr(error, 'strerror', None) or error}")
+
+
+def engine_name(engine: str, info: EngineInfo) -> str:
+    """Return an engine's model and port, with its id, by which commands take it."""
+    port = f", port {info.port}" if info.port is not None else ""
+    return f"{printable(info.model)}{port} ({engine})" if info.model else engine
+
+
+NO_PAGE = (
+    "found no page of an engine's process in {}: run this as the engine's user, on its machine, and in its container; "
+    "the pages of an engine that ended well are gone"
+)
