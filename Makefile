@@ -205,7 +205,7 @@ $(PROMETHEUS3)/usr/bin/kubectl: | $(PROMETHEUS3)/usr/bin/prometheus
 	cd $(PROMETHEUS3) && apt-get -q $(OF_SID) download kubectl/sid && dpkg -x kubectl_*.deb .
 
 test-prometheus: $(INSTALLED) promtool $(PROMETHEUS3)/usr/bin/kubectl ## Run the tests of rules, boards, manifests and `kvobs check` with Prometheus 3 and a new kubectl
-	PATH="$(CURDIR)/$(PROMETHEUS3)/usr/bin:$$PATH" $(BIN)/python -m pytest $(SHARED) tests/unit/dashboards tests/unit/cli/check/test_live.py tests/unit/cli/test_dashboards.py tests/unit/test_docs_samples.py tests/unit/test_examples.py $(TESTS)
+	PATH="$(CURDIR)/$(PROMETHEUS3)/usr/bin:$$PATH" $(BIN)/python -m pytest $(SHARED) tests/unit/dashboards tests/unit/cli/test_running.py tests/unit/cli/test_dashboards.py tests/unit/test_docs_samples.py tests/unit/test_examples.py $(TESTS)
 
 # Its clients of Docker too. The engine is Debian's; RUNLEVEL=1: it is not started when it is installed.
 PLUGINS := $(PROMETHEUS3)/usr/libexec/docker/cli-plugins/docker-compose

@@ -17,8 +17,9 @@ from typing import Any
 from kvobs.connectors.known import OURS, PD_ROUTER, ROUTER
 from kvobs.connectors.wrap import wrap
 from kvobs.log import log, once
+from kvobs.schema import kinds
 from kvobs.schema.config import ENABLE_VARIABLE, ConfigError, is_enabled
-from kvobs.schema.findings import Finding, show
+from kvobs.schema.findings import show
 
 _STOCK = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector.MultiConnector"
 _CHECKS = "_kvobs_checks"  # marks vLLM's patched function
@@ -109,7 +110,8 @@ def _refuse_mistakes(config: Any, *, is_enabled: bool) -> None:
         return
     if name != ROUTER:
         fix = "remove --kv-offloading-size if it is set; else use the configuration that kvobs check --rewrite prints"
-        raise ConfigError([Finding("kv_connector", f"found {show(name)} in the module {module!r}", repr(ROUTER), fix)])
+        found = f"found {show(name)} in the module {module!r}"
+        raise ConfigError([kinds.ROUTER_NAME.at("kv_connector", repr(ROUTER), fix, found=found)])
     from kvobs.connectors import validation
 
     policy = getattr(config, "kv_load_failure_policy", None)

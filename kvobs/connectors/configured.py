@@ -27,6 +27,7 @@ from kvobs.connectors.validation import (
     validate,
 )
 from kvobs.log import line, log, once
+from kvobs.schema import kinds
 from kvobs.schema.config import ConfigError
 from kvobs.schema.findings import show
 
@@ -72,11 +73,11 @@ def class_of(name: str, module: Any) -> type:
         registered = sorted(getattr(KVConnectorFactory, "_registry", ()))
         if module is None and name not in registered:
             raise not_registered(name, registered) from error
-        found = f"found {show(name)}, whose class can't be imported: {named(error)}"
         fix = _fix_of_import(name, module, error)
-        raise NotUsableError(found, fix=fix, is_import=not _is_of_factory(error)) from error
+        finding = kinds.NO_IMPORT.at("", fix=fix, name=show(name), error=named(error))
+        raise NotUsableError(finding, is_import=not _is_of_factory(error)) from error
     if not inspect.isclass(connector_class):
-        raise NotUsableError(f"found {show(name)}, which is not a class", fix="name the class of a KV connector")
+        raise NotUsableError(kinds.NO_CLASS.at("", name=show(name)))
     return connector_class
 
 

@@ -108,6 +108,12 @@ def cure(name: str, registered: Collection[str]) -> tuple[str, str]:
     return "", "use one of them, or set kv_connector_module_path to the module of its class"
 
 
+def is_misspelt(name: str, registered: Collection[str]) -> bool:
+    """Return whether a name is nearly one that this vLLM has, or never was one: another vLLM does not have it."""
+    others = {*ELSEWHERE, *RENAMED, *REMOVED}
+    return name == "KvobsConnector" or (name not in others and nearest(name, registered) is not None)
+
+
 _SHORTEST = 3  # letters that can be taken for a name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -147,6 +147,12 @@ def name_of_size(spec: ChildSpec) -> str:
     return name_among(spec.connector_class, STATED_BYTES) or ""
 
 
+def stated_bytes(name: str, options: Mapping[str, Any], ranks: int) -> int:
+    """Return how many bytes all ranks of a connector's class in STATED_BYTES store, by its options."""
+    key = next(filter(options.get, STATED_BYTES[name]), None)
+    return int(options[key]) * (ranks if STATED_BYTES[name][key] else 1) if key else 0
+
+
 def too_small(size: int, tokens: int, longest: int) -> str:
     """Return the warning that a connector's memory has no room for one long prompt."""
     return (
@@ -189,5 +195,4 @@ class StoreSizes(Observer):
         is_unclear = name == "OffloadingConnector" and self._copies == self._ranks > 1
         if not name or is_unclear or options.get("disk_path"):
             return 0
-        key = next(filter(options.get, STATED_BYTES[name]), None)
-        return int(options[key]) * (self._ranks if STATED_BYTES[name][key] else 1) if key else 0
+        return stated_bytes(name, options, self._ranks)

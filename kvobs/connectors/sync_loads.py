@@ -9,6 +9,7 @@ from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 from kvobs.connectors.specs import ChildSpec, why_not_isolated
+from kvobs.schema import kinds
 from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding
 from kvobs.vllm_api import versions
@@ -122,8 +123,8 @@ def unused_offers(of: Sequence[ChildSpec], conditions: Conditions, refused: Cont
                 if is_sync
                 else "whose synchronous loads, if it makes any, are ignored"
             )
-            text = f"found {spec.name!r}, {hits}, because {why.harm}"
-            yield Finding(f"{PATH}.kvobs.isolate", text, fix=fix if is_sync else f"if it makes any, {fix}")
+            cure = fix if is_sync else f"if it makes any, {fix}"
+            yield kinds.UNUSED_OFFERS.at(f"{PATH}.kvobs.isolate", fix=cure, name=spec.name, hits=hits, harm=why.harm)
 
 
 def unsafe_loads(of: Sequence[ChildSpec], conditions: Conditions, policy: object) -> dict[int, Finding]:
@@ -142,6 +143,8 @@ def unsafe_loads(of: Sequence[ChildSpec], conditions: Conditions, policy: object
             instead = 'set it to "fail"'
             if isolates:
                 instead = f"add {spec.name!r} to {PATH}.kvobs.isolate; its hits are then ignored"
-            found = f"found 'recompute', and {spec.name!r} loads synchronously: {why.harm}"
-            warnings[spec.index] = Finding("kv_load_failure_policy", found, fix=f"{instead}, or {why.setting}")
+            fix = f"{instead}, or {why.setting}"
+            warnings[spec.index] = kinds.NOT_RECOMPUTED.at(
+                "kv_load_failure_policy", fix=fix, name=spec.name, harm=why.harm
+            )
     return warnings

@@ -5,13 +5,13 @@ What a class does when it is built is not known here.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 
-from kvobs.connectors.known import cure
+from kvobs.connectors.known import cure, is_misspelt
 from kvobs.connectors.specs import ChildSpec, is_kvobs, what_it_is, why_not_isolated
 from kvobs.connectors.sync_loads import (
     SAFE,
@@ -21,36 +21,35 @@ from kvobs.connectors.sync_loads import (
     unsafe_loads,
     unused_offers,
 )
-from kvobs.schema import config
+from kvobs.schema import config, kinds
 from kvobs.schema.config import PATH, Configuration
-from kvobs.schema.findings import Finding, cut, show, unknown
+from kvobs.schema.findings import Finding, cut, show
 from kvobs.schema.options import Options
 from kvobs.vllm_api.versions import RETIRED, TransferConfig
 
 _SHOWN = ("kv_role", "kv_load_failure_policy")  # any other value may be a secret
 _POLICY = "kv_load_failure_policy"
-GONE = "found a key that this vLLM no longer has"
-_ON_TOP = "at the top level, next to kv_connector"
 _DATA_PARALLEL_SUFFIX = re.compile(r"_dp\d+$")
 
 
 class NotUsableError(ValueError):
     """A connector class can't be used; ``is_import``: because its module can't be imported."""
 
-    def __init__(self, found: str, allowed: str = "", *, fix: str, is_import: bool = False) -> None:
-        super().__init__(found)
-        self.found, self.allowed, self.fix, self.is_import = found, allowed, fix, is_import
+    def __init__(self, finding: Finding, *, is_import: bool = False) -> None:
+        super().__init__(finding.found)
+        self.finding, self.is_import = finding, is_import
 
     def at(self, path: str) -> Finding:
-        """Return the error, given the path of the connector's entry."""
-        return Finding(f"{path}.kv_connector", self.found, self.allowed, self.fix)
+        """Return the mistake, given the path of the connector's entry."""
+        return replace(self.finding, path=f"{path}.kv_connector")
 
 
 def not_registered(name: str, registered: Sequence[str]) -> NotUsableError:
     """Return the error of a connector's name that this vLLM does not have."""
     reason, fix = cure(name, registered)
-    found = f"found {show(name)}, which this vLLM does not have" + (f": {reason}" if reason else "")
-    return NotUsableError(found, ", ".join(registered), fix=fix)
+    kind = kinds.MISSPELT_CLASS if is_misspelt(name, registered) else kinds.CLASS
+    reason = f": {reason}" if reason else ""
+    return NotUsableError(kind.at("", ", ".join(registered), fix, name=show(name), reason=reason))
 
 
 @dataclass(slots=True)
@@ -81,15 +80,13 @@ def validate(
     checked = Validated(configuration, policy, mistakes=mistakes)
     options, place = configuration.options, f"{PATH}.kvobs"
     if options.verify.fail and options.verify.share is None:
-        text, fix = "is not set although verify.fail is, so nothing is compared", "set it, or remove fail"
-        checked.mistakes.append(Finding(f"{place}.verify.share", text, "a share above 0 and up to 1", fix))
+        checked.mistakes.append(kinds.NO_SHARE.at(f"{place}.verify.share", "a share above 0 and up to 1"))
     for needs_it, why in (
         (options.isolate, f"loads of the connectors in {place}.isolate may fail"),
         (options.verify.fail, f"{place}.verify.fail lets loads fail"),
     ):
         if needs_it and policy != "recompute":
-            text, fix = f"found {policy!r}, and {why}", f'set it to "recompute" {_ON_TOP}'
-            checked.mistakes.append(Finding(_POLICY, text, "'recompute'", fix))
+            checked.mistakes.append(kinds.NEEDS_RECOMPUTE.at(_POLICY, "'recompute'", found=policy, why=why))
     effective = policy if policy == "recompute" else "fail"
     entries = extra.get("connectors")
     entries = entries if isinstance(entries, list | tuple) else ()
@@ -103,9 +100,8 @@ def validate(
                 checked.transfers[i] = transfer
             checked.mistakes += mistakes
             if (ignored := entry.get(_POLICY)) not in (None, effective):
-                found = f"found {ignored!r}, which has no effect here: vLLM only reads the top level"
-                found += f", where it is {effective!r}"
-                checked.warnings.append(Finding(f"{path_of(i)}.{_POLICY}", found, fix=f"set it {_ON_TOP}"))
+                warning = kinds.POLICY_BELOW.at(f"{path_of(i)}.{_POLICY}", found=ignored, policy=effective)
+                checked.warnings.append(warning)
     return checked
 
 
@@ -125,12 +121,11 @@ def find_classes(
         _find_class(checked, index, class_of, stand_in)
     options = checked.configuration.options
     for spec in checked.specs:
+        cls = spec.connector_class.__name__
         if spec.is_isolated and (why := why_not_isolated(spec)):
-            found = f"found {spec.name!r} ({spec.connector_class.__name__}), which can't be isolated: it {why}"
-            checked.mistakes.append(Finding(f"{PATH}.kvobs.isolate", found, fix="remove it from the list"))
-        if spec.name in options.min_tokens and (kind := what_it_is(spec.connector_class)):
-            found = f"found a minimum for {spec.connector_class.__name__}, which can't have one: it {kind}"
-            checked.mistakes.append(Finding(f"{PATH}.kvobs.min_tokens.{spec.name}", found, fix="remove it"))
+            checked.mistakes.append(kinds.ISOLATED.at(f"{PATH}.kvobs.isolate", name=spec.name, cls=cls, why=why))
+        if spec.name in options.min_tokens and (why := what_it_is(spec.connector_class)):
+            checked.mistakes.append(kinds.MINIMUM.at(f"{PATH}.kvobs.min_tokens.{spec.name}", cls=cls, why=why))
     checked.async_only = async_only(checked.specs, conditions)
     checked.warnings += unused_offers(checked.specs, conditions, checked.async_only)
     checked.unsafe = unsafe_loads(checked.specs, conditions, checked.policy)
@@ -157,8 +152,7 @@ def _find_class(checked: Validated, index: int, class_of: Callable[[str, Any], t
         checked.absent[name] = error.at(path)
         connector_class = stand_in
     if is_kvobs(connector_class):
-        text = "found kvobs nested in kvobs"
-        checked.mistakes.append(Finding(f"{path}.kv_connector", text, fix="move its connectors to this list"))
+        checked.mistakes.append(kinds.KVOBS_WITHIN.at(f"{path}.kv_connector"))
     elif index in checked.transfers:
         checked.specs.append(ChildSpec(index, name, connector_class, checked.transfers[index], is_isolated))
 
@@ -175,8 +169,8 @@ def transfer_config(entry: Mapping[str, Any], path: str, transfer_class: Any) ->
     """Return the transfer configuration of an entry at a path, and the errors in it; None if there are any."""
     found = []
     if entry.get("kv_connector") is not None and entry.get("kv_role") is None:
-        roles, fix = "'kv_producer', 'kv_both' or 'kv_consumer'", 'add "kv_role": "kv_both", or the role of this engine'
-        found.append(Finding(_join(path, "kv_role"), _found(entry, "kv_role"), roles, fix))
+        roles = "'kv_producer', 'kv_both' or 'kv_consumer'"
+        found.append(kinds.NO_ROLE.at(_join(path, "kv_role"), roles, found=_found(entry, "kv_role")))
         entry = {**entry, "kv_role": "kv_both"}
     try:
         transfer = transfer_class(**entry)
@@ -189,20 +183,20 @@ def transfer_config(entry: Mapping[str, Any], path: str, transfer_class: Any) ->
                 found.append(_unknown_key(where, key, [*keys]))
             else:
                 problem, allowed = config.explain(detail["type"], detail["msg"])
-                fix = "use an allowed value" if detail["type"] == "literal_error" else "correct the value or remove it"
-                found.append(Finding(where, _found(entry, key) + problem, allowed, fix))
+                fix = "use an allowed value" if detail["type"] == "literal_error" else None
+                found.append(kinds.VALUE.at(where, allowed, fix, found=_found(entry, key) + problem))
     return (None if found else transfer), found
 
 
 def _unknown_key(where: str, key: str, keys: list[str]) -> Finding:
     """Return the error of an unknown key; one that belongs elsewhere is not taken for a misspelt one."""
     if key in ("connectors", "kvobs"):
-        return Finding(where, "is in the wrong place", fix=f"move it into {PATH}")
+        return kinds.WRONG_PLACE.at(where)
     if key in Options.model_fields:
-        return Finding(where, "found an option of kvobs in the wrong place", fix=f"move it into {PATH}.kvobs")
+        return kinds.OPTION_OUTSIDE.at(where)
     if key in RETIRED:
-        return Finding(where, GONE, fix="remove it")
-    return unknown("key", where, key, keys, f"remove it; options of the connector itself belong in its {PATH}")
+        return kinds.RETIRED_KEY.at(where)
+    return kinds.UNKNOWN_KEY.near(where, key, keys, kinds.MISSPELT_KEY)
 
 
 def misplaced(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
@@ -211,16 +205,13 @@ def misplaced(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
     if not isinstance(extra, Mapping):
         return
     for key in extra:
-        text = fix = ""
+        where = _join(path, f"{PATH}.{key}")
         if key.startswith("kv_") and key in TransferConfig.model_fields:
-            text = "has no effect here: vLLM only reads it one level up"
-            fix = f"move it out of {PATH}, next to kv_connector"
+            yield kinds.MISPLACED.at(where)
         elif "connectors" in extra and key in Options.model_fields:
-            text, fix = "has no effect here: it is an option of kvobs", f"move it into {PATH}.kvobs"
+            yield kinds.OPTION_BESIDE.at(where)
         elif "connectors" in extra and key != "kvobs" and get_close_matches(key.lower(), ["kvobs"], cutoff=0.8):
-            text, fix = "has no effect: nothing reads this key", "use 'kvobs'"
-        if text:
-            yield Finding(_join(path, f"{PATH}.{key}"), text, fix=fix)
+            yield kinds.UNREAD_KEY.at(where)
 
 
 def clashing_layouts(needs: Mapping[str, str | None]) -> list[Finding]:
@@ -229,8 +220,7 @@ def clashing_layouts(needs: Mapping[str, str | None]) -> list[Finding]:
     if len(set(stated.values())) <= 1:
         return []
     listed = ", ".join(f"{name} needs {layout}" for name, layout in stated.items())
-    found = f"the connectors need different KV cache layouts: {listed}"
-    return [Finding(f"{PATH}.connectors", found, fix="remove one, or configure them for the same layout")]
+    return [kinds.LAYOUTS.at(f"{PATH}.connectors", listed=listed)]
 
 
 def _found(entry: Mapping[str, Any], key: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from kvobs.schema.config import PATH
+from kvobs.schema import kinds
 from kvobs.schema.findings import Finding
 from kvobs.schema.options import ExporterOption, ExporterOptions
 from kvobs.telemetry.tracing.sampling import ENDPOINT, TRACES_ENDPOINT, TracingSettings
@@ -49,8 +49,7 @@ def findings(option: ExporterOption, hidden: Hidden | None) -> list[Finding]:
     """Return a warning if metrics and spans are lost."""
     if option is not None or hidden is None:
         return []
-    found = f"{hidden.found}, and kvobs.exporter is null: {' and '.join(LOST)} are lost"
-    return [Finding(hidden.path, found, fix=f"remove {PATH}.kvobs.exporter; or {hidden.instead}")]
+    return [kinds.LOST.at(hidden.path, why=hidden.found, instead=hidden.instead)]
 
 
 def losses(option: ExporterOption, hidden: Hidden | None) -> dict[str, str]:

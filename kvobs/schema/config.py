@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from kvobs.log import once
-from kvobs.schema.findings import Finding, cut, show, unknown
+from kvobs.schema import kinds
+from kvobs.schema.findings import Finding, cut, show
 from kvobs.schema.options import GONE, ExporterOptions, Options, TracingOptions, VerifyOptions
 from kvobs.schema.signals import CONNECTORS_AT_MOST
 
@@ -96,17 +97,18 @@ def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Findi
     if "names" not in refused:
         mistakes += _unknown_names(raw, list(dict.fromkeys(names)))
     if options.wait_for == "earlier" and options.compares_answers:
-        found = f"found 'earlier' with load_policy {options.load_policy!r}, which compares all answers"
-        mistakes.append(Finding(f"{PATH}.kvobs.wait_for", found, "'all', or load_policy 'first'", _CORRECT))
+        found, allowed = (
+            f"'earlier' with load_policy {options.load_policy!r}, which compares all answers",
+            "'all', or load_policy 'first'",
+        )
+        mistakes.append(kinds.OPTION_OF_KVOBS.at(f"{PATH}.kvobs.wait_for", allowed, found=found))
     stock = _stock_of_environment(mistakes)
     if of_names:
         names = _names((), configured, [])
     return Configuration(options, names, stock), mistakes
 
 
-_CORRECT = "use an allowed value, or remove the option"
-_NOT_SHOWN = ("[key]", "[auto]", "[options]", "[never]")  # parts of pydantic's paths, not of the configuration
-_UNSET = "use an allowed value, or unset the variable"
+_NOT_SHOWN = ("[key]", "[auto]", "[options]", "[never]")  # parts of pydantic's paths that are none of the configuration
 
 
 def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[Finding]) -> list[str]:
@@ -117,21 +119,21 @@ def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[Findi
         found = "is missing" if "connectors" not in extra_config else f"found {_kind(connectors)}"
         example = '[{"kv_connector": "NixlConnector", "kv_role": "kv_both"}]'
         allowed = f"a list with at least one connector, such as {example}"
-        mistakes.append(Finding(path, found, allowed, "list the connectors as objects"))
+        mistakes.append(kinds.NO_CONNECTORS.at(path, allowed, found=found))
         return []
     if len(connectors) > CONNECTORS_AT_MOST:
-        found, allowed = f"found {len(connectors)} connectors", f"at most {CONNECTORS_AT_MOST}"
-        mistakes.append(Finding(path, found, allowed, "remove the others"))
+        allowed = f"at most {CONNECTORS_AT_MOST}"
+        mistakes.append(kinds.MANY_CONNECTORS.at(path, allowed, number=len(connectors)))
     configured = []
     for i, connector in enumerate(connectors):
         configured.append(str(i))
         if not isinstance(connector, Mapping):
             found, allowed = f"found {_kind(connector)}", "an object with the key 'kv_connector'"
-            mistakes.append(Finding(f"{path}[{i}]", found, allowed, "list the connectors as objects"))
+            mistakes.append(kinds.NO_CONNECTORS.at(f"{path}[{i}]", allowed, found=found))
         elif not isinstance(connector.get("kv_connector"), str) or not connector["kv_connector"]:
             found = f"found {show(connector['kv_connector'])}" if "kv_connector" in connector else "is missing"
-            allowed, fix = "the name of a connector class", "name the class of the connector"
-            mistakes.append(Finding(f"{path}[{i}].kv_connector", found, allowed, fix))
+            allowed = "the name of a connector class"
+            mistakes.append(kinds.NO_CONNECTOR.at(f"{path}[{i}].kv_connector", allowed, found=found))
         else:
             configured[i] = connector["kv_connector"]
     return configured
@@ -142,7 +144,7 @@ def _options(raw: Any, mistakes: list[Finding]) -> tuple[Options, set[object]]:
     path = f"{PATH}.kvobs"
     if not isinstance(raw, Mapping):
         allowed = f"an object with any of: {', '.join(map(repr, _known_options()))}"
-        mistakes.append(Finding(path, f"found {show(raw)}", allowed, _CORRECT))
+        mistakes.append(kinds.OPTION_OF_KVOBS.at(path, allowed, found=show(raw)))
         return Options(), set()
     try:
         return Options.model_validate(dict(raw)), set()
@@ -151,13 +153,14 @@ def _options(raw: Any, mistakes: list[Finding]) -> tuple[Options, set[object]]:
             loc = [part if isinstance(part, int) else cut(part) for part in detail["loc"] if part not in _NOT_SHOWN]
             where = path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
             if len(loc) == 1 and loc[0] in GONE:
-                found = f"found {show(detail['input'])}, but this option is gone"
-                mistakes.append(Finding(where, found, fix=GONE[str(loc[0])]))
+                fix = GONE[str(loc[0])]
+                mistakes.append(kinds.GONE_OPTION.at(where, fix=fix, found=show(detail["input"])))
             elif detail["type"] == "extra_forbidden":
-                mistakes.append(unknown("option", where, str(loc[-1]), _known_options(loc), "remove it"))
+                mistakes.append(kinds.UNKNOWN_OPTION.near(where, str(loc[-1]), _known_options(loc)))
             else:
                 problem, allowed = explain(detail["type"], detail["msg"])
-                mistakes.append(Finding(where, f"found {show(detail['input'])}{problem}", allowed, _CORRECT))
+                found = f"{show(detail['input'])}{problem}"
+                mistakes.append(kinds.OPTION_OF_KVOBS.at(where, allowed, found=found))
         refused: set[object] = {detail["loc"][0] for detail in error.errors()}
         return Options.model_validate({key: value for key, value in raw.items() if key not in refused}), refused
 
@@ -172,14 +175,14 @@ def _exporter_of_environment(mistakes: list[Finding]) -> ExporterOptions | None:
         return ExporterOptions(host=host.removeprefix("[").removesuffix("]"), port=int(port))
     except ValueError:
         allowed = "HOST:PORT with a port from 1 to 65535, such as 127.0.0.1:9464"
-        mistakes.append(Finding(f"environment variable {EXPORTER_VARIABLE}", f"found {show(value)}", allowed, _UNSET))
+        mistakes.append(kinds.VARIABLE.at(f"environment variable {EXPORTER_VARIABLE}", allowed, found=show(value)))
         return None
 
 
 def _stock_of_environment(mistakes: list[Finding]) -> frozenset[str]:
     parts = frozenset(part.strip() for part in os.environ.get(STOCK_VARIABLE, "").split(",")) - {""}
     mistakes += [
-        Finding(f"environment variable {STOCK_VARIABLE}", f"found {show(part)}", ", ".join(STOCK), _UNSET)
+        kinds.VARIABLE.at(f"environment variable {STOCK_VARIABLE}", ", ".join(STOCK), found=show(part))
         for part in sorted(parts.difference(STOCK))
     ]
     return parts
@@ -190,13 +193,13 @@ def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[Findi
     path = f"{PATH}.kvobs.names"
     if configured and len(given) > len(configured):
         allowed = f"at most {len(configured)}, one per connector"
-        mistakes.append(Finding(path, f"found {len(given)} names", allowed, "remove the others"))
+        mistakes.append(kinds.NAMES.at(path, allowed, "remove the others", found=f"{len(given)} names"))
     for i, name in enumerate(given):
         if name == RESERVED_NAME:
-            mistakes.append(Finding(f"{path}[{i}]", f"found {name!r}, which is reserved", fix="choose another name"))
+            mistakes.append(kinds.NAMES.at(f"{path}[{i}]", found=f"{name!r}, which is reserved"))
         elif not _NAME.fullmatch(name):
             allowed = "1 to 64 letters, digits and . _ : / + -, beginning with a letter or digit"
-            mistakes.append(Finding(f"{path}[{i}]", f"found {show(name)}", allowed, "choose another name"))
+            mistakes.append(kinds.NAMES.at(f"{path}[{i}]", allowed, found=show(name)))
     names = list(given[: len(configured)])
     for connector in configured[len(names) :]:
         name, n = connector, 1
@@ -206,8 +209,8 @@ def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[Findi
         names.append(name)
     for name, times in Counter(names).items():
         if times > 1:
-            found = f"found {show(name)} for {times} connectors"
-            mistakes.append(Finding(path, found, "a distinct name for each", "choose other names"))
+            found, allowed = f"{show(name)} for {times} connectors", "a distinct name for each"
+            mistakes.append(kinds.NAMES.at(path, allowed, "choose other names", found=found))
     return tuple(names)
 
 
@@ -219,9 +222,9 @@ def _unknown_names(raw: Any, names: list[str]) -> Iterator[Finding]:
             if not isinstance(name, str) or name in names:
                 continue
             if isinstance(given, Mapping):
-                yield unknown("connector", f"{path}.{cut(name)}", name, names, "remove it")
+                yield kinds.UNKNOWN_NAME.near(f"{path}.{cut(name)}", name, names)
             else:
-                yield Finding(f"{path}[{i}]", f"found {show(name)}", ", ".join(map(repr, names)), _CORRECT)
+                yield kinds.OPTION_OF_KVOBS.at(f"{path}[{i}]", ", ".join(map(repr, names)), found=show(name))
 
 
 def _known_options(loc: Sequence[int | str] = ()) -> list[str]:

@@ -2,12 +2,59 @@
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from kvobs.log import line
 
 _SHOWN_AT_MOST = 80  # characters of a wrong value
+
+
+class Level(StrEnum):
+    """What a finding means for the engine: its start fails, an option has another effect, or nothing is known."""
+
+    MISTAKE = "mistake"
+    WARNING = "warning"
+    UNKNOWN = "not known"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A row of ``kvobs.schema.kinds``: what is looked at, what is reported, and the fix, with values in braces.
+
+    ``wrong`` is a text with such a finding, ``right`` one without, by default NixlConnector alone. ``elsewhere`` is the
+    level where the engine runs in an image, whose vLLM and libraries may be others than those here.
+    """
+
+    level: Level
+    name: str
+    looks_at: str
+    says: str
+    fix: str
+    wrong: str
+    right: str = ""
+    elsewhere: Level | None = None
+
+    def at(self, path: str, /, allowed: str = "", fix: str | None = None, **values: Any) -> "Finding":
+        """Return a finding of this kind; ``fix`` is one that depends on what was found."""
+        return Finding(
+            path, self.says.format(**values), allowed, self.fix.format(**values) if fix is None else fix, self
+        )
+
+    def near(
+        self, path: str, key: str, known: Sequence[str], misspelt: "Kind | None" = None, **values: Any
+    ) -> "Finding":
+        """Return the finding of an unknown name; the fix is the known one that is most like it, if one is.
+
+        That is of the kind ``misspelt``, if it is another one.
+        """
+        close = difflib.get_close_matches(key, known, 1, cutoff=0.75)
+        kind, fix = (misspelt or self, f"use {close[0]!r}") if close else (self, None)
+        return kind.at(path, ", ".join(map(repr, known)), fix, **values)
+
+
+_UNNAMED = Kind(Level.MISTAKE, "", "", "", "", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +65,7 @@ class Finding:
     found: str  # what is there, or the problem with it, as a phrase
     allowed: str = ""  # what may be there, if that can be listed
     fix: str = ""  # what to change
+    kind: Kind = field(default=_UNNAMED, compare=False, repr=False)  # that of a running server has none
 
     @property
     def says(self) -> str:
@@ -28,12 +76,6 @@ class Finding:
         """Return the text that users read, without control characters."""
         fix = f". Fix: {self.fix}." if self.fix else ""
         return line(f"{self.path}: {self.says}{fix}", 10_000)
-
-
-def unknown(kind: str, path: str, key: str, known: Sequence[str], otherwise: str) -> Finding:
-    """Return the error of an unknown key; the fix is the most similar known key, if there is one."""
-    close = difflib.get_close_matches(key, known, 1, cutoff=0.75)
-    return Finding(path, f"unknown {kind}", ", ".join(map(repr, known)), f"use {close[0]!r}" if close else otherwise)
 
 
 def show(value: Any) -> str:

@@ -13,7 +13,7 @@ from tempfile import mkdtemp
 from rich.console import Console
 
 from dashboards import looks, questions
-from kvobs.cli.check.live import look
+from kvobs.cli.running import look
 from kvobs.cli.scrapes import fetch
 from kvobs.cli.top.live import Watch
 from kvobs.cli.top.screen import Picture

@@ -64,7 +64,7 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
     talking = {name for name, imported in found if imported in TALKS}
     assert talking == {
         "web.py",  # the command kvobs top, which reads the /metrics that it is given, and completes their addresses
-        "live.py",  # the same with --server and --prometheus, which reads what it is given
+        "running.py",  # the same with --server and --prometheus, which reads what it is given
         "hatch_build.py",  # compiles the probe when kvobs is built; it is in no wheel
         "starter.py",  # starts the exporter
         "http_server.py",  # the exporter, which serves /metrics where it is asked to
@@ -87,7 +87,7 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
         # Of the model whose path a launch command has, for the same.
         ("rules.py", "json.loads((Path(str(options['model'])) / 'config.json').read_text(encoding='utf-8'))"),
         ("launch.py", "json.loads(json.dumps(config, default=str))"),
-        ("live.py", "json.loads(text)"),  # Prometheus's answers, for kvobs check --prometheus
+        ("running.py", "json.loads(text)"),  # Prometheus's answers, for kvobs check --prometheus
         ("__main__.py", "json.loads(sys.argv[1])"),  # the exporter's options, of the engine that starts it
         ("dashboards.py", "json.loads(files.pop(SETTINGS))"),  # a file of this installation
         ("metadata.py", "pickle.loads(part.pickled)"),

@@ -20,6 +20,7 @@ from kvobs.export import destinations
 from kvobs.export.destinations import Hidden, exporter_of
 from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere, listen
 from kvobs.export.web_config import UnusableError, context
+from kvobs.schema import kinds
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH, is_enabled
 from kvobs.schema.findings import Finding, show
 from kvobs.schema.options import ExporterOptions
@@ -56,22 +57,19 @@ def check_text(
     version, changed = vllm_source.vllm_version(), rewrite(config)
     result = CheckResult(router, by_variable, version, changed, is_single=is_single, conditions=flags.conditions)
     result.is_elsewhere, result.holes = flags.is_elsewhere, holes
-    result.add(slips)
+    result.add(*slips)
     if router is not Router.KVOBS and not is_rewritten and not slips:
-        fix = "use the configuration that --rewrite prints"
-        fix += f", or start vLLM with {ENABLE_VARIABLE}=1" if can_be_enabled and not is_enabled() else ""
-        result.add(warnings=[_warn_of_other_router(config, router, plugins if is_variable else None, fix)])
+        more = f", or start vLLM with {ENABLE_VARIABLE}=1" if can_be_enabled and not is_enabled() else ""
+        result.add(_warn_of_other_router(config, router, plugins if is_variable else None, more))
     elif (image := flags.environment.get(IMAGE)) and "PYTHONPATH" not in flags.environment and not is_rewritten:
-        fix = "build one with it, or bring it in a volume: see 'Into the image' in docs/deployment.md"
-        result.add(warnings=[Finding("image", f"found {show(image)}, which has no kvobs", fix=fix)])
+        result.add(kinds.IMAGE.at("image", image=show(image)))
     _check_entries(result)
-    has_vllm = not is_rewritten and result.vllm is not None
-    result.add(*rules.check_entries(result.config, is_stock=router is Router.STOCK, is_elsewhere=flags.is_elsewhere))
-    result.add(warnings=rules.ignored_variables(result.config, flags.environment))
-    missing = list(rules.missing_libraries_of(result.config)) if has_vllm else []
-    result.note_unknown(missing) if flags.is_elsewhere else result.add(missing)
+    result.add(*rules.check_entries(result.config, is_stock=router is Router.STOCK))
+    result.add(*rules.ignored_variables(result.config, flags.environment))
+    if not is_rewritten:
+        result.add(*(rules.missing_libraries_of(result.config) if result.vllm is not None else ()))
+        result.add(*peers.side_channels(result, flags))
     result.add(*rules.check_memory(result.config, flags))
-    result.add(warnings=() if is_rewritten else peers.side_channels(result, flags))
     if result.vllm is None:
         result.off["classes"] = "vLLM is not installed here: connector classes were not checked"
     _check_telemetry(result, flags)
@@ -80,24 +78,22 @@ def check_text(
     return result
 
 
-def _warn_of_other_router(config: Mapping[str, Any], router: Router, plugins: str | None, fix: str) -> Finding:
+def _warn_of_other_router(config: Mapping[str, Any], router: Router, plugins: str | None, more: str) -> Finding:
     if plugins is not None:
-        found = f"found {plugins!r}, which does not list kvobs: {ENABLE_VARIABLE} has no effect"
-        return Finding(f"environment variable {_PLUGINS}", found, fix="add kvobs to the list, or unset the variable")
+        return kinds.PLUGINS.at(f"environment variable {_PLUGINS}", plugins=plugins)
     if router is not Router.STOCK:
-        routes = "" if router is Router.NONE else f": {PD_ROUTER} routes, which asks only its first connector for hits"
-        return Finding("kv_connector", f"kvobs is not enabled{routes}", fix=fix)
+        why = "" if router is Router.NONE else f": {PD_ROUTER} routes, which asks only its first connector for hits"
+        return kinds.OFF.at("kv_connector", why=why, more=more)
     extra = config.get(PATH)
     ignored = ", and kvobs's options are ignored" if isinstance(extra, Mapping) and "kvobs" in extra else ""
-    found = f"kvobs is not enabled: vLLM's own MultiConnector routes{ignored}"
-    return Finding("kv_connector_module_path", found, fix=fix)
+    return kinds.OFF.at("kv_connector_module_path", why=f": vLLM's own MultiConnector routes{ignored}", more=more)
 
 
 def _check_entries(result: CheckResult) -> None:
     """Check the top level, kvobs's options, and each connector's entry."""
     keys = vllm_source.transfer_keys()  # those of the installed vLLM, if there is one
     transfer_class = versions.transfer_config_with(keys) if keys else versions.TransferConfig
-    result.add(validation.transfer_config(result.config, "", transfer_class)[1])
+    result.add(*validation.transfer_config(result.config, "", transfer_class)[1])
     policy = result.config.get("kv_load_failure_policy", "fail")
     result.failure_policy = policy if policy in ("fail", "recompute") else "fail"
     extra = result.config.get(PATH, {})
@@ -105,7 +101,7 @@ def _check_entries(result: CheckResult) -> None:
         return
     result.validated = validated = validation.validate(extra, policy, transfer_class)
     result.options = validated.configuration.options
-    result.add(validated.mistakes, validated.warnings)
+    result.add(*validated.mistakes, *validated.warnings)
     for name, entry in validated.entries.values():
         role = entry.get("kv_role")
         is_isolated = name in result.options.isolate
@@ -122,28 +118,24 @@ def _check_port(result: CheckResult, exporter: ExporterOptions | None, flags: Fl
     is_option = isinstance(options, Mapping) and "exporter" in options
     by_variable = not is_option and os.environ.get(EXPORTER_VARIABLE)
     path = f"environment variable {EXPORTER_VARIABLE}" if by_variable else f"{PATH}.kvobs.exporter"
-    fix, host, port = "use another port", exporter.host, exporter.port
+    host, port = exporter.host, exporter.port
     result.port = port
     if whose := flags.taken.get(port):
-        result.add(warnings=[Finding(path, f"found port {port}, which is {whose}", fix=fix)])
+        result.add(kinds.PORT.at(path, port=port, whose=whose))
     if exporter.web_config is not None:
         try:
             context(exporter.web_config)
         except UnusableError as error:
-            file_fix = "correct the file, unless it is for another machine"
-            result.add(warnings=[Finding(f"{path}.web_config", str(error.strerror), fix=file_fix)])
+            result.add(kinds.WEB_CONFIG.at(f"{path}.web_config", error=error.strerror))
     try:
         listen(host, port).close()
         if exporter.web_config is None and is_reached_from_elsewhere(host):
-            result.add(warnings=[Finding(path, f"listens on {show(host)}: {OPEN_TO_ALL}", fix=LESS_OPEN)])
+            result.add(kinds.OPEN.at(path, host=show(host), harm=OPEN_TO_ALL, remedy=LESS_OPEN))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            found = f"found port {port}, which is in use on this machine: held by {holder(port)}"
-            fix = f"end that process, unless it is the exporter of this server, which runs already; or {fix}"
+            result.add(kinds.PORT_IN_USE.at(path, port=port, holder=holder(port)))
         else:
-            found = f"found {show(host)} and port {port}, where this machine can't listen: {error.strerror}"
-            fix = "use an address of the engine's machine, and a port that its user may open"
-        result.add(warnings=[Finding(path, found, fix=fix)])
+            result.add(kinds.NO_LISTENING.at(path, host=show(host), port=port, error=error.strerror))
 
 
 def _check_telemetry(result: CheckResult, flags: Flags) -> None:
@@ -156,26 +148,23 @@ def _check_telemetry(result: CheckResult, flags: Flags) -> None:
     hidden = _hidden_by(flags, is_dynamo=is_dynamo)
     exporter = exporter_of(options.exporter, hidden)
     _check_port(result, exporter, flags)
-    result.add(warnings=_warn_of_start(exporter, flags))
+    result.add(*_warn_of_start(exporter, flags))
     if is_dynamo:
-        result.add(warnings=_warn_of_dynamo(result, exporter))
+        result.add(*_warn_of_dynamo(result, exporter))
     if flags.disable_log_stats and endpoint is not None:
-        found = "vLLM fails at the first finished request when both are given"
-        result.add([Finding("--disable-log-stats, --otlp-traces-endpoint", found, fix="remove one of them")])
+        result.add(kinds.TRACES_UNCOUNTED.at("--disable-log-stats, --otlp-traces-endpoint"))
     else:
-        result.add(warnings=destinations.findings(options.exporter, hidden))
+        result.add(*destinations.findings(options.exporter, hidden))
     if endpoint is not None and versions.has_rust_frontend():
-        found = f"{versions.RUST_FRONTEND} is set: that front end refuses it"
-        result.add([Finding("--otlp-traces-endpoint", found, fix="set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")])
+        result.add(kinds.TRACES_OF_RUST.at("--otlp-traces-endpoint"))
     if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
-        fix = "write the collector's address, such as http://localhost:4317"
-        result.add(warnings=[Finding("--otlp-traces-endpoint", "has neither a scheme nor a port", fix=fix)])
+        result.add(kinds.ENDPOINT.at("--otlp-traces-endpoint"))
     result.metrics_go_to = destinations.metrics_go_to(options.exporter, hidden)
     result.spans_go_to = destinations.spans_go_to(options.exporter, hidden, tracing)
     result.off |= destinations.losses(options.exporter, hidden)
     if not tracing.is_on and "tracing" not in result.off:
         result.off["tracing"], warnings = sampling.why_off(options)
-        result.add(warnings=warnings)
+        result.add(*warnings)
     if not tracing.is_on or "tracing" in result.off:
         result.off["exemplars"] = "tracing is off"
         return
@@ -200,11 +189,9 @@ def _warn_of_start(exporter: ExporterOptions | None, flags: Flags) -> Iterator[F
     """Yield what can't work at the place where the engine is started."""
     is_inside = CONTAINER in flags.environment and flags.launcher != DYNAMO_VLLM
     if is_inside and exporter is not None and not _is_seen(exporter):
-        found = f"found host {exporter.host!r}, which nobody outside the pod or container reaches"
-        yield Finding(f"{PATH}.kvobs.exporter", found, fix='add "host": "0.0.0.0", for Prometheus to scrape it')
+        yield kinds.NOT_SEEN.at(f"{PATH}.kvobs.exporter", host=exporter.host)
     for port, whose in flags.nixl_taken.items():
-        fix = "give each engine of a host another port"
-        yield Finding(f"environment variable {NIXL_PORT}", f"found port {port}, which is {whose}", fix=fix)
+        yield kinds.NIXL_PORT.at(f"environment variable {NIXL_PORT}", port=port, whose=whose)
 
 
 def _is_seen(exporter: ExporterOptions) -> bool:
@@ -222,18 +209,11 @@ def _is_of_dynamo(flags: Flags) -> bool:
 def _warn_of_dynamo(result: CheckResult, exporter: ExporterOptions | None) -> Iterator[Finding]:
     """Yield the metrics and events that NVIDIA Dynamo does not get."""
     if exporter is None or not _is_seen(exporter):
-        found = "NVIDIA Dynamo serves metrics that begin with vllm: or lmcache: only; kvobs's are at its exporter"
-        found += ", which is switched off" if exporter is None else f", at {exporter.host}"
-        fix = 'set kvobs.exporter to {"host": "0.0.0.0"}, and scrape its port: see docs/deployment.md'
-        yield Finding(DYNAMO_VLLM, found, fix=fix)
+        where = "which is switched off" if exporter is None else f"at {exporter.host}"
+        yield kinds.DYNAMO_METRICS.at(DYNAMO_VLLM, where=where)
     is_combined = os.environ.get(_CONSOLIDATOR, "true").strip().lower() in ("1", "true", "on", "yes")
     if is_combined and any(connector.kv_connector == "DynamoConnector" for connector in result.connectors):
-        found = (
-            f"NVIDIA Dynamo combines DynamoConnector's KV events with vLLM's only without {ROUTER}: its router will "
-            "see those of vLLM"
-        )
-        fix = f"keep Dynamo's configuration where requests are routed by these events, or set {_CONSOLIDATOR}=0"
-        yield Finding(DYNAMO_VLLM, found, fix=fix)
+        yield kinds.DYNAMO_EVENTS.at(DYNAMO_VLLM)
 
 
 def _check_effects(result: CheckResult, flags: Flags) -> None:
@@ -247,28 +227,21 @@ def _check_effects(result: CheckResult, flags: Flags) -> None:
         ("isolate_slow_ms", slow and not options.isolate, "isolate is empty"),
         ("tracing.propagate", options.tracing.propagate and "tracing" in result.off, "nothing is traced"),
     ]
-    found = [
-        Finding(f"{place}.{option}", f"has no effect: {why}", fix="remove it, or change that")
-        for option, is_so, why in useless
-        if is_so and connectors
-    ]
+    for option, is_so, why in useless:
+        if is_so and connectors:
+            result.add(kinds.USELESS.at(f"{place}.{option}", why=why))
     path = options.request_log
     if path not in (None, "stderr") and (problem := _refusal(Path(path))):
-        fix = "correct it on the engine's machine, or use another path there"
-        text = f"found {show(path)}, which the engine would refuse here: {problem}"
-        found.append(Finding(f"{place}.request_log", text, fix=fix))
+        result.add(kinds.REQUEST_LOG.at(f"{place}.request_log", path=show(path), problem=problem))
     for i, name in enumerate(connectors):
         if name == "ExampleConnector" and flags.has_chunked_prefill:
-            text = "found ExampleConnector with chunked prefill, of whose chunks it saves the first only"
-            found.append(Finding(f"{validation.path_of(i)}.kv_connector", text, fix="add --no-enable-chunked-prefill"))
+            result.add(kinds.CHUNKS.at(f"{validation.path_of(i)}.kv_connector"))
     for name, is_odd, unit in (
         ("stuck_after_s", options.stuck_after_s >= _HOUR_S, "seconds"),
         ("slow_load_ms", options.slow_load_ms < _FEW_MS, "milliseconds"),
     ):
         if is_odd:
-            text = f"found {getattr(options, name):g} {unit}, which is unusual"
-            found.append(Finding(f"{place}.{name}", text, fix="look at its unit"))
-    result.add(warnings=found)
+            result.add(kinds.UNUSUAL.at(f"{place}.{name}", value=getattr(options, name), unit=unit))
 
 
 def _refusal(path: Path) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,11 @@ from kvobs.connectors.known import ROUTER
 from kvobs.connectors.specs import hands_over, name_among
 from kvobs.connectors.validation import NotUsableError
 from kvobs.log import line
+from kvobs.schema import kinds
 from kvobs.schema.config import ENABLE_VARIABLE
-from kvobs.schema.findings import Finding, show
+from kvobs.schema.findings import show
 
+_MODULE = "kv_connector_module_path"
 _HOOKS = ("get_required_kvcache_layout", "requires_piecewise_for_cudagraph", "supports_sleep_mode")
 Finder = Callable[[str, Any], type]
 
@@ -31,21 +32,11 @@ def check_classes(result: CheckResult, *, is_deep: bool = False) -> None:
     class_of = None if result.vllm is None else _imported(result) if is_deep else vllm_source.finder()
     if class_of is None or validated is None or not validated.entries:
         return
-    not_known = dict[str, bool]()
-
-    def find(name: str, module: Any) -> type:
-        try:
-            return class_of(name, module)
-        except NotUsableError as error:
-            is_read = not isinstance(error, vllm_source.NotReadError)
-            is_misspelt = error.found.endswith("does not have") and error.fix.startswith("use '")
-            if not is_read or (result.is_elsewhere and not is_misspelt):
-                not_known[error.found] = is_read or module is not None  # one of vLLM's may be made by its module
-            raise
-
-    validation.find_classes(validated, find, conditions=result.conditions)
-    result.add([each for each in validated.mistakes if each.found not in not_known], validated.warnings)
-    result.note_unknown([each for each in validated.mistakes if not_known.get(each.found)])
+    validation.find_classes(validated, class_of, conditions=result.conditions)
+    own = {validation.path_of(i) for i, (_, entry) in validated.entries.items() if not entry.get(_MODULE)}
+    made = {f"{path}.kv_connector" for path in own}  # one of vLLM's may be made by its module
+    result.add(*(each for each in validated.mistakes if each.kind is not kinds.NOT_READ or each.path not in made))
+    result.add(*validated.warnings)
     _find_facts(result, validated, is_deep=is_deep)
     _check_layouts(result)
     _note_what_is_off(result)
@@ -61,15 +52,12 @@ def _imported(result: CheckResult) -> Finder | None:
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {line(error, 300)}"
         result.off["classes"] = f"vLLM can't be imported here: {reason}"
-        found = f"can't be imported here, so that connector classes were not checked: {reason}"
-        fix = "run `python -c 'import vllm'` here, and correct what it names"
-        result.add(warnings=[Finding("vLLM", found, fix=fix)])
+        result.add(kinds.NO_VLLM.at("vLLM", reason=reason))
         return None
     theirs = class_of(ROUTER, None)
     if result.by_variable and not theirs.__module__.startswith(("kvobs.", "vllm.")):
-        found = f"kvobs is not enabled: a plugin has registered {theirs.__module__}.{theirs.__name__} as {ROUTER}"
-        fix = f"use the configuration that --rewrite prints, without {ENABLE_VARIABLE}"
-        result.add(warnings=[Finding(f"environment variable {ENABLE_VARIABLE}", found, fix=fix)])
+        path = f"{theirs.__module__}.{theirs.__name__}"
+        result.add(kinds.OTHER_PLUGIN.at(f"environment variable {ENABLE_VARIABLE}", path=path))
     return class_of
 
 
@@ -86,12 +74,12 @@ def _find_facts(result: CheckResult, validated: validation.Validated, *, is_deep
 
             entry = validated.entries[spec.index][1]
             transfer, mistakes = validation.transfer_config(entry, path, KVTransferConfig)
-            result.add(mistakes)
+            result.add(*mistakes)
         if transfer is not None:
             try:
                 facts = facts_of(spec.connector_class, transfer, has_hisparse=has_hisparse)
             except NotUsableError as error:
-                result.add([error.at(path)])
+                result.add(error.at(path))
             else:
                 connectors[spec.index].facts = facts
 
@@ -123,10 +111,10 @@ def _check_layouts(result: CheckResult) -> None:
         needs = {each.name: each.facts.layouts[is_mla] for each in result.connectors if each.facts}
         clashes[words] = validation.clashing_layouts({name: need for name, need in needs.items() if need != "unknown"})
     if all(clashes.values()):
-        result.add(clashes["without"])
+        result.add(*clashes["without"])
         return
     for words, clashing in clashes.items():
-        result.add(warnings=[replace(each, found=f"for models {words} MLA, {each.found}") for each in clashing])
+        result.add(*(kinds.LAYOUTS_OF_SOME.at(each.path, models=words, found=each.found) for each in clashing))
 
 
 def facts_of(cls: Any, transfer: Any, *, has_hisparse: bool) -> Facts:
@@ -135,8 +123,7 @@ def facts_of(cls: Any, transfer: Any, *, has_hisparse: bool) -> Facts:
     ``has_hisparse`` is whether a HiSparseConnector is beside it.
     """
     if not name_among(cls, ("KVConnectorBase_V1",)):
-        found = f"found {show(transfer.kv_connector)}, which is not a KVConnectorBase_V1"
-        raise NotUsableError(found, fix="name the class of a KV connector")
+        raise NotUsableError(kinds.NO_KV_CONNECTOR.at("", name=show(transfer.kv_connector)))
     hooks = [getattr(cls, name, None) for name in _HOOKS]
     extra, path = transfer.kv_connector_extra_config, f"{cls.__module__}.{cls.__qualname__}"
     has_hma = name_among(cls, ("SupportsHMA",)) is not None
@@ -156,7 +143,7 @@ def _answer(hook: str, ask: Any, given: Any) -> bool:
         return bool(ask(given))
     except Exception as error:
         raised = f"{type(error).__name__}: {line(error, 400)}"
-        raise NotUsableError(f"its {hook} raises {raised}", fix="correct what the error names") from error
+        raise NotUsableError(kinds.RAISES.at("", hook=hook, error=raised)) from error
 
 
 def _layout(cls: Any, transfer: Any, has_hisparse: bool, is_mla: bool) -> str | None:

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -20,20 +20,18 @@ from kvobs.cli.check.check import check_text
 from kvobs.cli.check.classes import check_classes
 from kvobs.cli.check.flags import NIXL_PORT, flags_of
 from kvobs.cli.check.launch import NETWORK, UNKNOWN, Source
-from kvobs.cli.check.live import LiveResult, look
 from kvobs.cli.check.result import CheckResult, ConnectorResult
 from kvobs.cli.check.rewrite import Router
 from kvobs.cli.check.source import read
 from kvobs.cli.output import count, examples
+from kvobs.cli.running import LiveResult, look
 from kvobs.cli.web import CaCert, Cert, Key, url_of, use_certificates
-from kvobs.schema import __version__
+from kvobs.schema import __version__, kinds
 from kvobs.schema.config import ENABLE_VARIABLE
 from kvobs.schema.findings import Finding
 
 _PROMETHEUS_PORT = 9090
 _OF_CHECK = re.compile(r"(KVOBS|OTEL|DYN)_|VLLM_(PLUGINS|USE_RUST_FRONTEND)$|PROMETHEUS_MULTIPROC_DIR$")
-_PASTE = "paste the JSON in its place, or run kvobs check on the expanded value"
-_FIX = "give the JSON of --kv-transfer-config, a vllm serve line, a file with either, YAML with engines, or -"
 _WIDE = 1000  # columns of a pipe: tables take what they need
 
 Config = Annotated[
@@ -95,7 +93,7 @@ def check(
     if place is not None:
         places = ", ".join(source.place or "''" for source in sources)
         sources = [source for source in sources if source.place == place]
-        sources = sources or [Source(problem=f"found no engine at {place}", fix=f"give one of: {places}")]
+        sources = sources or [Source(findings=(kinds.NO_PLACE.at("CONFIG", place=place, places=places),))]
     given = {
         "disable-log-stats": disable_log_stats,
         "otlp-traces-endpoint": otlp_traces_endpoint,
@@ -117,29 +115,9 @@ def _check_all(
     sources: list[Source], given: dict[str, Any], out: Console, *, should_rewrite: bool, is_deep: bool, is_verbose: bool
 ) -> list[CheckResult]:
     """Check each configuration, with vLLM's options that this command has; print the results, or what it becomes."""
-    results = list[CheckResult]()
-    taken: dict[str, dict[int, str]] = {"": {}}  # by network: the exporters' ports, and whose they are
-    for source in sources:
-        result = CheckResult(Router.NONE)
-        if source.config or not (source.problem or source.unknown):
-            ports = taken.setdefault(network := source.environment.get(NETWORK, ""), {})
-            flags = flags_of(source.config, source.flags, source.environment, given=given, taken=ports)
-            with _environment(source.environment), _quiet_import() if is_deep else nullcontext():
-                result = check_text(source.config, flags, is_rewritten=should_rewrite, holes=source.holes)
-                result.add(source.mistakes, source.warnings)
-                if not should_rewrite:
-                    check_classes(result, is_deep=is_deep)
-            exporters = () if result.port is None else (result.port,)
-            for kind, its in (("the exporter's", exporters), (f"{NIXL_PORT} of NixlConnector", flags.nixl)):
-                whose = f"{kind} of {source.place}, if both run on one host"
-                ports |= dict.fromkeys(its if network else (), whose)
-        if source.problem or source.unknown:
-            fix = source.fix or (_FIX if source.problem else _PASTE)
-            fix += f", or start vLLM with {ENABLE_VARIABLE}=1, which needs no --rewrite" if should_rewrite else ""
-            found = Finding("CONFIG", source.problem or source.unknown, fix=fix)
-            (result.mistakes if source.problem else result.unknown).append(found)
-        results.append(result)
-    peers.compare([source.place for source in sources], results)
+    taken = dict[str, dict[int, str]]()  # by network: the exporters' ports, and whose they are
+    results = [_check(source, given, taken, should_rewrite=should_rewrite, is_deep=is_deep) for source in sources]
+    peers.compare({source.place: result for source, result in zip(sources, results, strict=True)})
     for source, result in zip(sources, results, strict=True):
         _print(source, result, out, should_rewrite=should_rewrite, is_verbose=is_verbose)
     if len(sources) > 1 and not should_rewrite:
@@ -152,6 +130,27 @@ def _check_all(
     if good:
         typer.echo(json.dumps(good if len(sources) > 1 else next(iter(good.values())), indent=2))
     return results
+
+
+def _check(
+    source: Source, given: dict[str, Any], taken: dict[str, dict[int, str]], *, should_rewrite: bool, is_deep: bool
+) -> CheckResult:
+    """Check one configuration, and note the ports of its engine."""
+    result = CheckResult(Router.NONE)
+    if source.config is not None:
+        ports = taken.setdefault(network := source.environment.get(NETWORK, ""), {})
+        flags = flags_of(source.config, source.flags, source.environment, given=given, taken=ports)
+        with _environment(source.environment), _quiet_import() if is_deep else nullcontext():
+            result = check_text(source.config, flags, is_rewritten=should_rewrite, holes=source.holes)
+            if not should_rewrite:
+                check_classes(result, is_deep=is_deep)
+        exporters = () if result.port is None else (result.port,)
+        for kind, its in (("the exporter's", exporters), (f"{NIXL_PORT} of NixlConnector", flags.nixl)):
+            whose = f"{kind} of {source.place}, if both run on one host"
+            ports |= dict.fromkeys(its if network else (), whose)
+    more = f", or start vLLM with {ENABLE_VARIABLE}=1, which needs no --rewrite" if should_rewrite else ""
+    result.add(*(replace(each, fix=each.fix + more if each.path == "CONFIG" else each.fix) for each in source.findings))
+    return result
 
 
 def _print(source: Source, result: CheckResult, out: Console, *, should_rewrite: bool, is_verbose: bool) -> None:
@@ -195,7 +194,7 @@ def _look(servers: list[str], prometheus: str | None, *, as_json: bool, is_verbo
     if is_verbose:
         out.print(Group(Text(), *(_pairs(facts, where) for where, facts in result.facts.items())))
     if as_json:
-        typer.echo(json.dumps(asdict(result)))
+        typer.echo(json.dumps(asdict(result) | _findings(result)))
     raise typer.Exit(1 if result.mistakes else 0)
 
 
@@ -260,10 +259,10 @@ def _of_prometheus(facts: Mapping[str, str]) -> Iterator[str]:
 
 def lines(result: CheckResult | LiveResult) -> Iterator[Text]:
     """Yield a line for each finding, with its fix."""
-    kinds = (("warning", "yellow", result.warnings), ("unknown", "cyan", result.unknown))
+    levels = (("warning", "yellow", result.warnings), ("unknown", "cyan", result.unknown))
     if isinstance(result, LiveResult):
         yield from (Text.assemble(("alert:", "red"), f" {alert}") for alert in result.alerts)
-    for title, style, findings in (*kinds, (_word(result), "red", result.mistakes)):
+    for title, style, findings in (*levels, (_word(result), "red", result.mistakes)):
         for finding in findings:
             text = Text(f"{title}: {finding}")
             text.stylize(style, 0, len(f"{title}: {finding.path}:"))
@@ -277,8 +276,8 @@ def _word(result: CheckResult | LiveResult) -> str:
 
 def verdict(*results: CheckResult | LiveResult) -> Text:
     """Return the last line: the number of findings of each kind, and whether classes were left out."""
-    kinds = ("mistakes", "warnings", "unknown")
-    mistakes, warnings, unknown = (sum(len(getattr(each, kind)) for each in results) for kind in kinds)
+    levels = ("mistakes", "warnings", "unknown")
+    mistakes, warnings, unknown = (sum(len(getattr(each, level)) for each in results) for level in levels)
     parts = [count(mistakes, _word(results[0])) if mistakes else f"no {_word(results[0])}s"]
     if unknown:
         parts.append(f"{unknown} not known here")
@@ -296,14 +295,23 @@ def verdict(*results: CheckResult | LiveResult) -> Text:
 def as_dict(result: CheckResult) -> dict[str, Any]:
     """Return the output as plain data; None: unknown without building the connector, or without vLLM."""
     same = ("vllm", "failure_policy", "tracing", "metrics_go_to", "spans_go_to", "off")
-    lists = ("connectors", "mistakes", "warnings", "unknown")
     return {
         "kvobs": __version__,
         "is_routed_by_kvobs": result.router is Router.KVOBS if result.config else None,
         "options": result.options.model_dump(mode="json"),
         **{name: getattr(result, name) for name in same},
-        **{name: [asdict(each) for each in getattr(result, name)] for name in lists},
+        "connectors": [asdict(each) for each in result.connectors],
+        **_findings(result),
     }
+
+
+def _findings(result: CheckResult | LiveResult) -> dict[str, list[dict[str, str]]]:
+    return {level: [_finding(each) for each in getattr(result, level)] for level in ("mistakes", "warnings", "unknown")}
+
+
+def _finding(of: Finding) -> dict[str, str]:
+    kind = {"kind": of.kind.name} if of.kind.name else {}
+    return kind | {"path": of.path, "found": of.found, "allowed": of.allowed, "fix": of.fix}
 
 
 def headline(result: CheckResult) -> Text:

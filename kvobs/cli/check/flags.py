@@ -11,8 +11,9 @@ from typing import Any
 
 from kvobs.connectors.known import OURS, ROUTER
 from kvobs.connectors.sync_loads import SAFE, Conditions
-from kvobs.schema.config import ENABLE_VARIABLE, PATH, is_enabled
-from kvobs.schema.findings import Finding
+from kvobs.schema import kinds
+from kvobs.schema.config import PATH, is_enabled
+from kvobs.schema.findings import Finding, Kind
 from kvobs.vllm_api.versions import V2_RUNNER
 
 LAUNCHER, RAY, DYNAMO_VLLM = "launcher", "engine_kwargs", "dynamo.vllm"
@@ -38,6 +39,14 @@ _SHORT = {
     "dpm": "data-parallel-multi-port-external-lb", "dpp": "data-parallel-rpc-port", "dpr": "data-parallel-start-rank",
     "pp": "pipeline-parallel-size", "tp": "tensor-parallel-size",
 }  # fmt: skip
+
+
+class UnreadableError(ValueError):
+    """A text, or a part of it, is no configuration, or one that can't be read here: the finding has the reason."""
+
+    def __init__(self, kind: Kind, fix: str | None = None, **values: Any) -> None:
+        self.finding = kind.at("CONFIG", fix=fix, **values)
+        super().__init__(self.finding.found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,7 @@ def require_numbers(options: Mapping[str, Any]) -> None:
     for name in _NUMBERS & options.keys():
         if not str(options[name]).isdecimal():
             value = json.dumps(options[name], default=str)
-            raise ValueError(f"--{name} {value}, beside the configuration, is not a whole number")
+            raise UnreadableError(kinds.NUMBER, name=name, value=value)
 
 
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")  # vLLM refuses others before it reads the size
@@ -94,10 +103,10 @@ _ROLES = ("kv_producer", "kv_consumer", "kv_both")  # vLLM refuses others before
 
 def with_offloading(
     config: Mapping[str, Any], options: Mapping[str, Any], environment: Mapping[str, str]
-) -> tuple[Mapping[str, Any], list[Finding], list[Finding]]:
-    """Return the configuration that vLLM makes of --kv-offloading-size, if it is given, with mistakes and warnings."""
+) -> tuple[Mapping[str, Any], list[Finding]]:
+    """Return the configuration that vLLM makes of --kv-offloading-size, if it is given, and what is wrong with it."""
     if (size := options.get(SIZE)) is None:
-        return config, [], []
+        return config, []
     name = "LMCacheMPConnector"
     extra = dict(config[PATH]) if isinstance(config.get(PATH), dict) else {}
     if options.get("kv-offloading-backend") != "lmcache":
@@ -108,15 +117,12 @@ def with_offloading(
     path, by_variable = f"--{SIZE}", is_enabled({**os.environ, **environment})
     if config.get("kv_connector") == ROUTER and config.get("kv_connector_module_path") in OURS:
         if by_variable:
-            return config, [], [Finding(path, f"has no effect beside kvobs's {ROUTER}", fix="remove the flag")]
-        text = f"replaces this {ROUTER} by {name}, which kvobs's module does not have"
-        return config, [Finding(path, text, fix="remove the flag: the JSON has the sizes (cpu_bytes_to_use)")], []
-    text = f"vLLM makes {name} of it, in the place of any kv_connector of --kv-transfer-config"
-    fix = f"use the configuration that --rewrite prints in its place, or start vLLM with {ENABLE_VARIABLE}=1"
-    fix = "remove the flag, or that kv_connector" if by_variable else fix
-    warnings = [Finding(path, text, fix=fix)] if config.get("kv_connector") or not by_variable else []
+            return config, [kinds.SIZE_WITHIN.at(path)]
+        return config, [kinds.SIZE_REPLACES.at(path, name=name)]
+    fix = "remove the flag, or that kv_connector" if by_variable else None
+    found = [kinds.SIZE_MAKES.at(path, fix=fix, name=name)] if config.get("kv_connector") or not by_variable else []
     role = {} if config.get("kv_connector") and config.get("kv_role") not in _ROLES else {"kv_role": "kv_both"}
-    return {**config, "kv_connector": name, **role, PATH: extra}, [], warnings
+    return {**config, "kv_connector": name, **role, PATH: extra}, found
 
 
 DEFAULTS = Flags()

@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvobs.cli.check import flags as marks
-from kvobs.cli.check.flags import DYNAMO_VLLM, LAUNCHER, SIZE, options_of, require_numbers, with_offloading
+from kvobs.cli.check.flags import (
+    DYNAMO_VLLM,
+    LAUNCHER,
+    SIZE,
+    UnreadableError,
+    options_of,
+    require_numbers,
+    with_offloading,
+)
+from kvobs.schema import kinds
 from kvobs.schema.findings import Finding
 
 NETWORK = "network_mode"
@@ -40,25 +49,16 @@ _STANDS_FOR_IT = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}  
 class Source(NamedTuple):
     """One engine's configuration; vLLM's options beside it, by name without dashes, and the variables set for it.
 
-    ``flags`` is empty if it stands alone; ``place`` is where it is in a file of several. One that can't be read has a
-    ``problem``, or, if it may be right, what is ``unknown`` here; in one that is known but for a few values these are
-    at ``holes``.
+    ``config`` is None if it can't be read: a finding has the reason. ``flags`` is empty if it stands alone; ``place``
+    is where it is in a file of several. ``holes`` are the places of the values that are not known here.
     """
 
-    config: Mapping[str, Any] = {}
+    config: Mapping[str, Any] | None = None
     flags: Mapping[str, Any] = {}
     environment: Mapping[str, str] = {}
     place: str = ""
-    mistakes: tuple[Finding, ...] = ()
-    warnings: tuple[Finding, ...] = ()
-    problem: str = ""
-    unknown: str = ""
-    fix: str = ""  # of either, if it has one of its own
+    findings: tuple[Finding, ...] = ()
     holes: tuple[str, ...] = ()
-
-
-class NotKnownError(ValueError):
-    """The configuration depends on what only a shell, a template or another program knows."""
 
 
 def attempt(place: str, read: Callable[..., Source | Iterable[Source]], *given: Any) -> list[Source]:
@@ -66,10 +66,8 @@ def attempt(place: str, read: Callable[..., Source | Iterable[Source]], *given: 
     try:
         found = read(*given)
         return [found] if isinstance(found, Source) else list(found)
-    except NotKnownError as error:
-        return [Source(place=place, unknown=str(error))]
-    except ValueError as error:
-        return [Source(place=place, problem=str(error))]
+    except UnreadableError as error:
+        return [Source(place=place, findings=(error.finding,))]
 
 
 def read_json(text: str) -> tuple[Any, list[str]]:
@@ -80,21 +78,21 @@ def read_json(text: str) -> tuple[Any, list[str]]:
         repeated.extend(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
         return dict(pairs)
 
-    # Numbers such as 80G and 1.5g are 80 * 2**30 and 1.5 * 10**9, as in vLLM's parser.
-    whole = _NUMBER.sub(lambda match: match[1] or str(int(float(match[2]) * _FACTORS[match[3]])), text)
-    whole = UNKNOWN.sub(lambda match: re.sub(r'["\\\s]+', " ", match[0]), whole)
-    whole = _BARE.sub(lambda match: match[1] or f'"{match[0]}"', whole)
     try:
+        # Numbers such as 80G and 1.5g are 80 * 2**30 and 1.5 * 10**9, as in vLLM's parser.
+        whole = _NUMBER.sub(lambda match: match[1] or str(int(float(match[2]) * _FACTORS[match[3]])), text)
+        whole = UNKNOWN.sub(lambda match: re.sub(r'["\\\s]+', " ", match[0]), whole)
+        whole = _BARE.sub(lambda match: match[1] or f'"{match[0]}"', whole)
         return json.loads(whole, object_pairs_hook=unique), repeated
     except RecursionError:
-        raise ValueError("the configuration is nested too deeply") from None
-    except ValueError as error:
+        raise UnreadableError(kinds.DEEP) from None
+    except (ValueError, OverflowError) as error:  # of a number with hundreds of digits and a suffix
         if names := unknown_in(text) or (
             _STANDS_FOR_JSON.fullmatch(text) and f"{text}, which stands for a configuration"
         ):
-            raise NotKnownError(f"--{OPTION} has {names}") from None
+            raise UnreadableError(kinds.HOLES, names=names) from None
         why = _QUOTED if re.fullmatch(r"\s*'.*'\s*", text, re.DOTALL) else _JSON
-        raise ValueError(f"the configuration is not valid JSON: {error}; {why}") from None
+        raise UnreadableError(kinds.JSON, error=error, why=why) from None
 
 
 def unknown_in(text: str) -> str:
@@ -111,15 +109,13 @@ def source_of(given: Any, flags: Mapping[str, Any], environment: Mapping[str, st
     config, repeated = read_json(text)
     names = unknown_in(text)
     if not isinstance(config, dict):
-        if names:
-            raise NotKnownError(f"--{OPTION} has {names}")
-        raise ValueError(f"the configuration is a {type(config).__name__}, needs an object with the key 'kv_connector'")
-    warnings = [repetition(f"--{OPTION}", key, "object") for key in repeated]
-    config, mistakes, more = with_offloading(config, flags, environment)
+        kind = kinds.HOLES if names else kinds.NO_OBJECT
+        raise UnreadableError(kind, names=names, type=type(config).__name__)
+    found = [kinds.KEY_TWICE.at(f"--{OPTION}", key=key, where="object") for key in repeated]
+    config, more = with_offloading(config, flags, environment)
     config = json.loads(json.dumps(config, default=str))
-    unknown = f"--{OPTION} has {names}" if names else ""
-    holes = tuple(_fill(config, "")) if names else ()
-    return Source(config, flags, environment, place, tuple(mistakes), (*warnings, *more), "", unknown, "", holes)
+    found += [*more, *([kinds.HOLES.at("CONFIG", names=names)] if names else ())]
+    return Source(config, flags, environment, place, tuple(found), tuple(_fill(config, "")) if names else ())
 
 
 def _fill(node: Any, path: str) -> Iterator[str]:
@@ -133,44 +129,31 @@ def _fill(node: Any, path: str) -> Iterator[str]:
         yield from _fill(value, where)
 
 
-def repetition(path: str, key: str, kind: str) -> Finding:
-    return Finding(
-        path, f"found the key {key!r} twice in one {kind}: the first has no effect", fix="remove one of them"
-    )
-
-
 def read_words(words: Sequence[str], place: str, environment: Mapping[str, str]) -> Source:
     """Read a command's words."""
     given, flags = list[str](), dict[str, Any]()
     if other := next(filter(None, map(_OTHER.search, words)), None):
-        raise NotKnownError(f"the command starts {other[0]}, which is not vLLM: its options are not known here")
+        raise UnreadableError(kinds.OTHER_SERVER, server=other[0])
     flags[LAUNCHER] = next((word for word in words if word in (DYNAMO_VLLM, "vllm.entrypoints.openai.api_server")), "")
     flags |= {"model": words[at]} if "serve" in words[:-1] and words[at := words.index("serve") + 1][:1] != "-" else {}
     for name, value in options_of(words):
         if name.startswith(f"{OPTION}."):
-            raise NotKnownError(f"--{name} is a part of --{OPTION}, which is not known here in parts")
+            raise UnreadableError(kinds.PARTS, name=name)
         if name == OPTION:
             given.append(value or "")
         elif value is None or not UNKNOWN.search(value):
             flags[name] = True if value is None else value
     if not given and SIZE not in flags:
-        if DYNAMO_VLLM in words:
-            raise NotKnownError("Dynamo makes the configuration of --connector")
-        raise NotKnownError(f"the line has --{OPTION} in a form that is not known here")
+        raise UnreadableError(kinds.DYNAMO if DYNAMO_VLLM in words else kinds.FORM)
     source = source_of(given[-1] if given else None, flags, environment, place)
     if len(given) > 1:
-        found = f"found {len(given)} of this option: only the last has an effect"
-        more = Finding(f"--{OPTION}", found, fix="keep one, with all connectors")
-        source = source._replace(warnings=(more, *source.warnings))
+        more = kinds.OPTION_TWICE.at(f"--{OPTION}", times=len(given))
+        source = source._replace(findings=(more, *source.findings))
     return source
 
 
 _DOCKER = re.compile(r"\b(?:docker|podman|nerdctl)\b")
 _ELSEWHERE = re.compile(r"\b(?:docker|kubectl|podman|nerdctl|srun|ssh)\b(?!.*--net(?:work)?[ =]host\b)")
-_IN_AN_IMAGE = re.compile(
-    r"\b(?:docker|podman|nerdctl|apptainer|singularity|enroot|kubectl|helm)\b|--container(?:-image)?\b|^#SBATCH\b",
-    re.MULTILINE,
-)
 _ASSIGNMENT = re.compile(r"(?:Environment=|--env=)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _HERE_DOCUMENT = re.compile(r"""<<-?\s*(['"]?)(\w+)\1.*?^\s*\2$""", re.DOTALL | re.MULTILINE)
 _PART = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|\\(\r?\n|.)""", re.DOTALL)
@@ -188,7 +171,6 @@ def read_script(text: str, place: str, environment: Mapping[str, str], *, is_fol
     """
     known: dict[str, str | None] = {name: value for name, value in environment.items() if not UNKNOWN.search(value)}
     exported, depth = dict(environment), 0
-    exported |= {marks.ELSEWHERE: "1"} if _IN_AN_IMAGE.search(text) else {}
     for number, (command, is_guarded) in enumerate(_commands(text)):
         depth += (command[0] in ("if", "case")) - (command[0] in ("fi", "esac"))
         words = [substitute(word, known) for word in command]
@@ -202,8 +184,7 @@ def read_script(text: str, place: str, environment: Mapping[str, str], *, is_fol
         variables |= {marks.ALONE: "1"} if not network and _DOCKER.search(line) else {}
         variables |= {marks.IMAGE: image} if (image := next(filter(STOCK_IMAGE.match, words), "")) else {}
         if is_folded and number and HAS_OPTION.match(words[0]):
-            problem = f"the command ends before --{OPTION}: YAML's '>' keeps the break before a deeper-indented line"
-            yield Source(place=place, problem=problem, fix="indent its lines alike, or use '|' and end each with '\\'")
+            yield Source(place=place, findings=(kinds.FOLDED.at("CONFIG"),))
         elif any(map(HAS_OPTION.match, words)) or (DYNAMO_VLLM in words and "--connector" in words):
             yield from attempt(place, read_words, words, place, variables)
         for word in () if words[0] in _SAYS else words:  # a line for another shell: bash -c, ssh
@@ -223,7 +204,7 @@ def _commands(text: str) -> Iterator[tuple[list[str], bool]]:
         end, word, bracket, quote = token.groups()
         if quote:
             is_script = "\n" in text.replace("\\\n", "").strip()  # which may have more syntax than is read here
-            raise (NotKnownError if is_script else ValueError)("the line has a quote that is not closed")
+            raise UnreadableError(kinds.QUOTE_IN_SCRIPT if is_script else kinds.QUOTE)
         if word:
             words.append(_PART.sub(_unquoted, word))
         elif bracket:

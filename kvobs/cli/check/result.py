@@ -1,14 +1,14 @@
 """The result of a check: properties and findings."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvobs.cli.check.rewrite import Router
 from kvobs.connectors import validation
 from kvobs.connectors.sync_loads import SAFE, Conditions
-from kvobs.schema.findings import Finding
+from kvobs.schema.findings import Finding, Level
 from kvobs.schema.options import Options
 
 
@@ -65,38 +65,28 @@ class CheckResult:
     warnings: list[Finding] = field(default_factory=list)
     unknown: list[Finding] = field(default_factory=list)  # what may be right, and can't be checked as it is given
 
-    def add(self, mistakes: Iterable[Finding] = (), warnings: Iterable[Finding] = ()) -> None:
+    def add(self, *findings: Finding) -> None:
         """Add findings, each once: a missing library is reported, not the import error that it causes."""
         refused = {finding.path for finding in self.mistakes if finding.path.endswith("kv_connector")}
-        found = [finding for finding in self._locate(mistakes) if finding.path not in refused]
-        older = [finding for finding in found if self.is_elsewhere and _is_of_a_version(finding)]
-        self.mistakes += [finding for finding in found if finding not in older]
-        self.warnings += [*older, *self._locate(warnings)]
-        self.mistakes, self.warnings = list(dict.fromkeys(self.mistakes)), list(dict.fromkeys(self.warnings))
-
-    def note_unknown(self, findings: Iterable[Finding]) -> None:
-        """Add what may be right elsewhere, one line for a connector."""
-        noted = {finding.path for finding in self.unknown}
-        for finding in self._locate(findings):
-            if finding.path not in noted:
-                noted.add(finding.path)
-                fix = finding.fix if "--deep" in finding.fix else f"check in the image, or here: {finding.fix}"
-                self.unknown.append(replace(finding, allowed="", fix=fix))
-
-    def _locate(self, findings: Iterable[Finding]) -> Iterator[Finding]:
-        """Yield findings with their paths in the configuration as it is: a single connector is its top level.
-
-        What is found at a value that is not known is left out.
-        """
         for finding in findings:
-            inner = finding.path.removeprefix(validation.path_of(0))
-            is_inner = self.is_single and inner != finding.path
-            path = (inner.removeprefix(".") or "kv_connector") if is_inner else finding.path
-            if not any(re.match(rf"{re.escape(hole)}(?![\w-])", path) for hole in self.holes):
-                yield replace(finding, path=path)
+            located, elsewhere = self._locate(finding), finding.kind.elsewhere if self.is_elsewhere else None
+            if elsewhere is Level.UNKNOWN:
+                located = replace(located, allowed="", fix=f"check in the image, or here: {finding.fix}")
+            its = self.of(level := elsewhere or finding.kind.level)
+            noted = {Level.MISTAKE: refused, Level.UNKNOWN: {each.path for each in its}}.get(level, ())
+            if not (self._is_hole(located.path) or located.path in noted or located in its):
+                its.append(located)
 
+    def of(self, level: Level) -> list[Finding]:
+        """Return the findings of a level."""
+        return {Level.MISTAKE: self.mistakes, Level.WARNING: self.warnings, Level.UNKNOWN: self.unknown}[level]
 
-def _is_of_a_version(finding: Finding) -> bool:
-    """Return whether another vLLM than that here may take what is found: no name that is nearly right."""
-    is_foreign = finding.found == "unknown key" and not finding.fix.startswith("use ")
-    return is_foreign or finding.found == validation.GONE
+    def _locate(self, finding: Finding) -> Finding:
+        """Return a finding with its path in the configuration as it is: a single connector is its top level."""
+        inner = finding.path.removeprefix(validation.path_of(0))
+        is_inner = self.is_single and inner != finding.path
+        return replace(finding, path=inner.removeprefix(".") or "kv_connector") if is_inner else finding
+
+    def _is_hole(self, path: str) -> bool:
+        """Return whether a path is at a value that is not known."""
+        return any(re.match(rf"{re.escape(hole)}(?![\w-])", path) for hole in self.holes)

@@ -9,7 +9,8 @@ from typing import Any
 
 from kvobs.connectors.known import OURS, PD_ROUTER, ROUTER
 from kvobs.connectors.wrap import ROUTED, wrap
-from kvobs.schema.config import ENABLE_VARIABLE, PATH
+from kvobs.schema import kinds
+from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding, show
 
 _KEY = "kv_connector_module_path"
@@ -40,9 +41,7 @@ def correct(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
     name, module, has_list = config.get("kv_connector"), config.get(_KEY), _has_list(config)
     bare = without_key(config)
     if bare != config:
-        found = f"found {show(module)} beside {show(name)}, which needs a {ROUTER} around it"
-        fix = f"use the configuration that --rewrite prints; or remove this key, and set {ENABLE_VARIABLE}=1 for vLLM"
-        return bare, [Finding(_KEY, found, fix=fix)]
+        return bare, [kinds.NO_ROUTER.at(_KEY, module=show(module), name=show(name))]
     if name != ROUTER and (module in OURS or (not name and has_list)):
         key, right = "kv_connector", ROUTER
     elif name == ROUTER and module not in OURS and re.sub("[^a-z]", "", str(module).lower()).startswith("kvob"):
@@ -50,7 +49,7 @@ def correct(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
     else:
         return dict(config), []
     found = f"found {show(config[key])}" if config.get(key) else "is missing: vLLM would run without a connector"
-    return {**config, key: right}, [Finding(key, found, repr(right), f"use {right!r}")]
+    return {**config, key: right}, [kinds.ROUTER_NAME.at(key, repr(right), found=found, right=right)]
 
 
 def without_key(config: Mapping[str, Any]) -> dict[str, Any]:

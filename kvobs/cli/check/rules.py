@@ -11,16 +11,17 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvobs.cli.check import vllm_source
 from kvobs.cli.check.flags import MEMORY, SHARED, Flags, is_on
 from kvobs.cli.check.vllm_options import options_of, parameters_of
 from kvobs.connectors.known import OURS, ROUTER, missing_libraries
-from kvobs.connectors.specs import too_small
+from kvobs.connectors.specs import STATED_BYTES, stated_bytes, too_small
 from kvobs.connectors.validation import misplaced
+from kvobs.schema import kinds
 from kvobs.schema.config import PATH
-from kvobs.schema.findings import Finding, unknown
+from kvobs.schema.findings import Finding
 from kvobs.vllm_api.versions import TransferConfig
 
 _OPPOSITE = {"kv_producer": "kv_consumer", "kv_consumer": "kv_producer"}
@@ -30,26 +31,21 @@ _NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 _MQ_TIMEOUT, _LONG_S = "lmcache.mp.mq_timeout", 10
 
 
-class Findings(NamedTuple):
-    mistakes: list[Finding]
-    warnings: list[Finding]
+def check_entries(whole: Mapping[str, Any], *, is_stock: bool) -> Iterator[Finding]:
+    """Yield what is wrong in the entries of a configuration, given as kvobs would get it.
 
-
-def check_entries(whole: Mapping[str, Any], *, is_stock: bool, is_elsewhere: bool = False) -> Findings:
-    """Return the mistakes and the warnings about the entries of a configuration, given as kvobs would get it.
-
-    ``is_stock``: vLLM's own router is in the configuration as it is. ``is_elsewhere``: another vLLM may read it.
+    ``is_stock``: vLLM's own router is in the configuration as it is.
     """
-    findings = Findings([], [*misplaced(whole, "")])
+    yield from misplaced(whole, "")
     for path, entry in entries(whole):
         module = entry.get("kv_connector_module_path")
         if module is None or str(module).startswith("lmcache."):
-            _check_own_options(findings, entry, path, is_elsewhere)
-        findings.warnings.extend([*misplaced(entry, path), *_nesting(entry, path)])
-    findings.warnings.extend(_roles(whole))
+            yield from _check_own_options(entry, f"{path}.{PATH}.")
+        yield from misplaced(entry, path)
+        yield from _nesting(entry, path)
+    yield from _roles(whole)
     if is_stock:
-        findings.warnings.extend(_same_class(whole))
-    return findings
+        yield from _same_class(whole)
 
 
 def entries(parent: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -78,29 +74,27 @@ def missing_libraries_of(whole: Mapping[str, Any]) -> Iterator[Finding]:
     for path, entry in entries(whole):
         name = _name(entry) or ""
         for need in missing_libraries(name) if entry.get("kv_connector_module_path") is None else ():
-            found = f"found {name!r}, which needs {need.modules[0]!r}, which is not installed here"
-            yield Finding(f"{path}.kv_connector", found, fix=need.install)
+            where = f"{path}.kv_connector"
+            yield kinds.LIBRARY.at(where, name=name, module=need.modules[0], install=need.install)
 
 
 def ignored_variables(whole: Mapping[str, Any], environment: Iterable[str]) -> Iterator[Finding]:
     """Warn of the engine's variables that a connector of the installed vLLM reads no more."""
     for _, entry in entries(whole):
-        options = options_of(_name(entry) or "") if entry.get("kv_connector_module_path") is None else None
+        name, version = _name(entry) or "", vllm_source.vllm_version()
+        options = options_of(name) if entry.get("kv_connector_module_path") is None else None
         for variable in sorted(options.ignored.keys() & environment) if options else ():
-            text = f"has no effect: {_name(entry)} of vLLM {vllm_source.vllm_version()} ignores it"
-            fix = f"set {options.ignored[variable]!r} in {PATH}" if options else ""
-            yield Finding(f"environment variable {variable}", text, fix=fix)
+            where, instead = f"environment variable {variable}", options.ignored[variable] if options else ""
+            yield kinds.IGNORED_VARIABLE.at(where, name=name, version=version, option=instead)
 
 
 def _nesting(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
     """Warn about vLLM's router within another router; kvobs within kvobs is a mistake, found with the classes."""
     is_router, extra = entry.get("kv_connector") == ROUTER, entry.get(PATH)
     if is_router and entry.get("kv_connector_module_path") not in OURS:
-        found = f"found vLLM's {ROUTER} within {ROUTER}: kvobs sees it as one connector, and none of those in it"
-        yield Finding(f"{path}.kv_connector", found, fix="move its connectors to the list that it is in")
+        yield kinds.ROUTER_WITHIN.at(f"{path}.kv_connector")
     elif not is_router and isinstance(extra, Mapping) and "kvobs" in extra:
-        found = "has no effect in a connector: kvobs reads its options beside the list of connectors only"
-        yield Finding(f"{path}.{PATH}.kvobs", found, fix=f"move it out, beside {PATH}.connectors")
+        yield kinds.OPTIONS_WITHIN.at(f"{path}.{PATH}.kvobs")
 
 
 def _roles(whole: Mapping[str, Any]) -> Iterator[Finding]:
@@ -112,9 +106,8 @@ def _roles(whole: Mapping[str, Any]) -> Iterator[Finding]:
         role, where = next((first for first in one_way if first[0] in [*_OPPOSITE]), (None, ""))
     for i, entry in entries.items():
         if isinstance(role, str) and role in _OPPOSITE and entry.get("kv_role") == _OPPOSITE[role]:
-            found = f"found {entry['kv_role']!r}, while {where} is {role!r}"
-            fix = "use the role that this engine has, unless it is meant to do both"
-            yield Finding(f"{PATH}.connectors[{i}].kv_role", found, f"{role!r} or 'kv_both'", fix)
+            place, allowed = f"{PATH}.connectors[{i}].kv_role", f"{role!r} or 'kv_both'"
+            yield kinds.ROLES.at(place, allowed, found=entry["kv_role"], where=where, role=role)
 
 
 def _same_class(whole: Mapping[str, Any]) -> Iterator[Finding]:
@@ -122,48 +115,37 @@ def _same_class(whole: Mapping[str, Any]) -> Iterator[Finding]:
     names = [_name(entry) for entry in _connectors(whole)]
     for i, name in enumerate(names):
         if name is not None and name in names[:i]:
-            found = f"found a second {name}: vLLM's own MultiConnector keeps one set of metrics for a class, so that "
-            found += "the numbers of both are mixed, or the server fails where their metrics differ"
-            yield Finding(f"{PATH}.connectors[{i}].kv_connector", found, fix="route with kvobs, see --rewrite")
+            yield kinds.SAME_CLASS.at(f"{PATH}.connectors[{i}].kv_connector", name=name)
 
 
-def check_memory(whole: Mapping[str, Any], flags: Flags) -> Findings:
+def check_memory(whole: Mapping[str, Any], flags: Flags) -> Iterator[Finding]:
     """Compare what connectors keep in memory with limits of the container, such as 64Gi, and with the longest prompt.
 
     vLLM refuses a /dev/shm that is too small: the blocks of tiers are there, and on NVIDIA's and Intel's GPUs all.
     """
-    findings, kept = Findings([], []), {"": 0, _CPU: 0, _TIERING: 0}
-    limit, shared_limit = (flags.environment.get(mark, "") for mark in (MEMORY, SHARED))
+    kept = {"": 0, _CPU: 0, _TIERING: 0}
     needed = bytes_of_prompt(flags.options)
     for path, entry in entries(whole):
         extra, name = entry.get(PATH), _name(entry)
-        if name in _NUMBERS and isinstance(extra, Mapping):
-            each = extra.get("cpu_bytes_to_use_per_rank") if name == _SIMPLE else None
-            size = extra.get("cpu_bytes_to_use") if each is None else each
-            size = int(size or 0) * (1 if each is None else flags.ranks) if _is_number(size) else 0
-            spec = str(extra.get("spec_name", _CPU)) if name == "OffloadingConnector" else ""
-            kept[spec] = kept.get(spec, 0) + size
-            place = f"{path}.{PATH}.cpu_bytes_to_use"
-            if needed and _SMALL <= size < needed[0]:
-                text = too_small(size, size * needed[1] // needed[0], needed[1])
-                findings.warnings.append(Finding(place, text, fix="give it more, or lower --max-model-len"))
-            is_off = flags.options.get(f"no-{_PREFIXES}") or not is_on(flags.options, _PREFIXES, "on")
-            if name == _SIMPLE and is_off:
-                text = f"{_SIMPLE} does nothing with --no-enable-prefix-caching"
-                findings.warnings.append(
-                    Finding(f"{path}.kv_connector", text, fix="remove that flag, or the connector")
-                )
+        if name not in _NUMBERS or not isinstance(extra, Mapping):
+            continue
+        is_stated = all(_is_number(extra.get(key)) for key in STATED_BYTES[name])
+        size = stated_bytes(name, extra, flags.ranks) if is_stated else 0
+        spec = str(extra.get("spec_name", _CPU)) if name != _SIMPLE else ""
+        kept[spec] = kept.get(spec, 0) + size
+        if needed and _SMALL <= size < needed[0]:
+            text = too_small(size, size * needed[1] // needed[0], needed[1])
+            yield kinds.PROMPT.at(f"{path}.{PATH}.cpu_bytes_to_use", text=text)
+        is_off = flags.options.get(f"no-{_PREFIXES}") or not is_on(flags.options, _PREFIXES, "on")
+        if name == _SIMPLE and is_off:
+            yield kinds.NO_PREFIXES.at(f"{path}.kv_connector")
+    limit, shared_limit = (flags.environment.get(mark, "") for mark in (MEMORY, SHARED))
     total, shared, room = sum(kept.values()), kept[_CPU] + kept[_TIERING], _bytes(shared_limit)
-    fix = "raise the limit, or lower cpu_bytes_to_use"
     if total > _bytes(limit):
-        text = f"found {limit}, while connectors keep {total:,} bytes in memory: the kernel would end the engine"
-        findings.mistakes.append(Finding("resources.limits.memory", text, fix=fix))
-    text = f"found {shared_limit}, while OffloadingConnector keeps {shared:,} bytes there: vLLM refuses that"
-    if kept[_TIERING] > 2 * room:  # the file has a whole number of chunks
-        findings.mistakes.append(Finding("/dev/shm", text, fix=fix))
-    elif shared > room:
-        findings.warnings.append(Finding("/dev/shm", f"{text} on most GPUs", fix=fix))
-    return findings
+        yield kinds.MEMORY.at("resources.limits.memory", limit=limit, total=total)
+    if shared > room or kept[_TIERING] > 2 * room:  # the file has a whole number of chunks
+        kind = kinds.SHARED if kept[_TIERING] > 2 * room else kinds.SHARED_PERHAPS
+        yield kind.at("/dev/shm", limit=shared_limit, shared=shared)
 
 
 def bytes_of_prompt(options: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -196,30 +178,24 @@ _NUMBERS = {
     "OffloadingConnector": ("cpu_bytes_to_use", "block_size", "blocks_per_chunk", "store_threshold"),
     _SIMPLE: ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "disk_capacity_bytes", "disk_buffer_slots"),
 }
-_ANY_VERSION = {*_NUMBERS["OffloadingConnector"], *_NUMBERS[_SIMPLE], "backends", "secondary_tiers"}
 _SMALL, _PREFIXES = 1 << 20, "enable-prefix-caching"
-_EXAMPLE = "such as 10737418240 for 10 GiB"
 _CPU, _TIERING = "CPUOffloadingSpec", "TieringOffloadingSpec"
 _BY_VLLM = {"self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"}
 _OF_TIERS = {"type", "module_path", "backpressure"}  # read before a tier is made
-_Wrong = tuple[bool, Finding]
-"""Whether it is a mistake, and the finding at an option's name."""
 
 
-def _check_own_options(findings: Findings, entry: Mapping[str, Any], path: str, is_elsewhere: bool) -> None:
+def _check_own_options(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
+    """Yield what is wrong with a connector's options, which are at a path."""
     extra, name = entry.get(PATH) or {}, _name(entry)
     if name is not None and isinstance(extra, Mapping):
         numbers = [key for key in _NUMBERS.get(name, ()) if not _is_number(extra.get(key))]
-        found = [_wrong_type(key, extra[key], "a whole number", "write it without a unit") for key in numbers]
+        found = [_wrong_type(key, extra[key], "a whole number", "it without a unit") for key in numbers]
         found += _of_offloading(extra) if name == "OffloadingConnector" else _of_others(name, extra)
-        found += _of_source(name, extra, {each.path for _, each in found}) if name != ROUTER else ()
-        for is_mistake, each in found:
-            at = replace(each, path=f"{path}.{PATH}.{each.path}")
-            is_certain = not is_elsewhere or (each.path in _ANY_VERSION and "num_cpu_blocks" not in extra)
-            (findings.mistakes if is_mistake and is_certain else findings.warnings).append(at)
+        found += _of_source(name, extra, {each.path for each in found}) if name != ROUTER else ()
+        yield from (replace(each, path=path + each.path) for each in found)
 
 
-def _of_source(name: str, extra: Mapping[str, Any], found: Container[str]) -> Iterator[_Wrong]:
+def _of_source(name: str, extra: Mapping[str, Any], found: Container[str]) -> Iterator[Finding]:
     """Yield what the installed vLLM's source shows: options not read, or missing, and values not allowed."""
     options = options_of(name)
     if options is None or extra.get("spec_module_path"):
@@ -227,20 +203,17 @@ def _of_source(name: str, extra: Mapping[str, Any], found: Container[str]) -> It
     names = sorted(options.known | options.needed)
     others = {*names, *TransferConfig.model_fields, "kvobs", "connectors", "num_cpu_blocks"}
     for key in (key for key in extra if key not in others):
-        near = difflib.get_close_matches(key, names, 1, 0.75)
-        if near != ["cpu_bytes_to_use"] or near[0] not in found:  # that is missing, with this one in its place
-            text = f"has no effect: {name} of vLLM {vllm_source.vllm_version()} does not read it"
-            fix = f"use {near[0]!r}" if near else "remove it"
-            yield False, Finding(key, text, ", ".join(map(repr, names)), fix)
+        if "cpu_bytes_to_use" not in found or not difflib.get_close_matches(key, ["cpu_bytes_to_use"], 1, 0.75):
+            yield kinds.OPTION.near(key, key, names, name=name, version=vllm_source.vllm_version())
     for key in sorted(options.required - extra.keys()):
-        yield True, Finding(key, f"is missing, and {name} needs it", fix="add it")
+        yield kinds.OPTION_MISSING.at(key, name=name)
     for key, values in options.allowed.items():
         if extra.get(key) and str(extra[key]).lower() not in map(str.lower, values):
-            yield True, unknown("value", key, str(extra[key]), values, "use one of them")
+            yield kinds.OPTION_VALUE.near(key, str(extra[key]), values, what="value")
 
 
-def _wrong_type(key: str, value: Any, allowed: str, fix: str) -> _Wrong:
-    return True, Finding(key, f"found a value of type {type(value).__name__}", allowed, fix)
+def _wrong_type(key: str, value: Any, allowed: str, form: str) -> Finding:
+    return kinds.OPTION_TYPE.at(key, allowed, type=type(value).__name__, form=form)
 
 
 def _is_number(value: Any) -> bool:
@@ -252,69 +225,56 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _of_offloading(extra: Mapping[str, Any]) -> Iterator[_Wrong]:
-    spec, tiers = extra.get("spec_name", _CPU), extra.get("secondary_tiers", [])
+def _of_offloading(extra: Mapping[str, Any]) -> Iterator[Finding]:
+    spec, tiers, size = extra.get("spec_name", _CPU), extra.get("secondary_tiers", []), extra.get("cpu_bytes_to_use")
     specs = sorted(vllm_source.registered("v1/kv_offload/factory.py") or {_CPU, _TIERING})
     if spec not in specs:
         if extra.get("spec_module_path") is None:
-            otherwise = "set spec_module_path to the module of that class"
-            yield True, unknown("spec", "spec_name", str(spec), specs, otherwise)
+            yield kinds.SPEC.near("spec_name", str(spec), specs)
         return  # a class from elsewhere has other options
-    yield from _size(extra, extra.get("cpu_bytes_to_use"))
+    if not size and "num_cpu_blocks" in extra:
+        yield kinds.SIZE_OF_OLD.at("cpu_bytes_to_use")
+    elif not size:
+        misspelt = difflib.get_close_matches("cpu_bytes_to_use", extra, 1, 0.9)
+        fix = f"rename {misspelt[0]!r}, which has no effect" if misspelt else None
+        yield kinds.SIZE_MISSING.at("cpu_bytes_to_use", fix=fix)
+    elif _is_number(size) and int(size) < _SMALL:
+        yield kinds.SMALL.at("cpu_bytes_to_use")
     policies = sorted(vllm_source.registered("v1/kv_offload/cpu/policies/factory.py"))
     policy = extra.get("eviction_policy", "lru")
     if policies and policy not in policies and not extra.get("cache_policy_module_path"):
-        yield True, unknown("policy", "eviction_policy", str(policy), policies, "use one of them")
+        yield kinds.OPTION_VALUE.near("eviction_policy", str(policy), policies, what="policy")
     if spec == _TIERING:
         yield from _unknown_tiers(tiers)
     elif tiers:
-        text = f"has no effect: only {_TIERING} has tiers, and spec_name is {spec!r}"
-        yield False, Finding("secondary_tiers", text, fix=f'add "spec_name": "{_TIERING}"')
+        yield kinds.UNUSED_TIERS.at("secondary_tiers", spec=spec)
 
 
-def _size(extra: Mapping[str, Any], size: Any) -> Iterator[_Wrong]:
-    if not size:
-        fix = f'add "cpu_bytes_to_use", {_EXAMPLE}'
-        if "num_cpu_blocks" in extra:
-            fix = f"replace num_cpu_blocks, which older vLLMs had, by cpu_bytes_to_use, {_EXAMPLE}"
-        elif misspelt := difflib.get_close_matches("cpu_bytes_to_use", extra, 1, 0.9):
-            fix = f"rename {misspelt[0]!r}, which has no effect"
-        yield True, Finding("cpu_bytes_to_use", "is missing", fix=fix)
-    elif _is_number(size) and int(size) < _SMALL:
-        text = "is less than 1 MiB, room for no KV block: nothing will be offloaded"
-        yield False, Finding("cpu_bytes_to_use", text, fix=f"give bytes, {_EXAMPLE}")
-
-
-def _unknown_tiers(tiers: Any) -> Iterator[_Wrong]:
+def _unknown_tiers(tiers: Any) -> Iterator[Finding]:
     known = vllm_source.registered("v1/kv_offload/tiering/factory.py")
     if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
-        yield _wrong_type("secondary_tiers", tiers, "a list of objects", "write a list of objects")
+        yield _wrong_type("secondary_tiers", tiers, "a list of objects", "a list of objects")
         return
     for i, tier in enumerate(tiers):
-        kind, otherwise = tier.get("type"), "use one of them, or set module_path to the module of that class"
+        kind, place = tier.get("type"), f"secondary_tiers[{i}]."
         if known and kind not in known and not (kind and tier.get("module_path")):
-            yield True, unknown("tier", f"secondary_tiers[{i}].type", str(kind), sorted(known), otherwise)
+            yield kinds.TIER.near(f"{place}type", str(kind), sorted(known))
         elif parameters := parameters_of(*known.get(str(kind), ("", ""))):
             names, required, takes_all = parameters
             for key in sorted(required - _BY_VLLM - tier.keys()):
-                text = f"is missing, and the tier {kind!r} needs it"
-                yield True, Finding(f"secondary_tiers[{i}].{key}", text, fix="add it")
-            for key in [] if takes_all else [key for key in tier if key not in names | _OF_TIERS]:
-                options = sorted(names - _BY_VLLM)
-                yield True, unknown("option", f"secondary_tiers[{i}].{key}", key, options, "remove it")
+                yield kinds.TIER_OPTION_MISSING.at(f"{place}{key}", tier=kind)
+            for key in () if takes_all else tier.keys() - names - _OF_TIERS:
+                yield kinds.TIER_OPTION.near(f"{place}{key}", key, sorted(names - _BY_VLLM))
 
 
-def _of_others(name: str, extra: Mapping[str, Any]) -> Iterator[_Wrong]:
+def _of_others(name: str, extra: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield what is ignored, refused without a name, or may block the scheduler for long, isolated or not."""
     if name == _SIMPLE and "disk_path" in extra and extra.get("kv_offload_backend", "cpu") == "cpu":
-        text = "has no effect: kv_offload_backend is 'cpu'"
-        yield False, Finding("disk_path", text, fix='add "kv_offload_backend": "disk"')
+        yield kinds.UNUSED_DISK.at("disk_path")
     if name in _NIXL and isinstance(backends := extra.get("backends"), str):
-        yield _wrong_type("backends", backends, 'a list of names, such as ["UCX"]', "write a list")
+        yield _wrong_type("backends", backends, 'a list of names, such as ["UCX"]', "a list")
     seconds = extra.get(_MQ_TIMEOUT, 300)
     if name == "LMCacheMPConnector" and _is_number(seconds) and int(seconds or 0) > _LONG_S:
-        text = f"is {seconds} s: a call to a server that hangs blocks the engine as long, isolated or not"
-        yield False, Finding(_MQ_TIMEOUT, text, fix=f"set it to {_LONG_S} or less")
+        yield kinds.LONG_CALLS.at(_MQ_TIMEOUT, seconds=seconds, limit=_LONG_S)
     if name == "MooncakeStoreConnector" and extra.get("enable_lookup", True) and not extra.get("lookup_async"):
-        text = "is false: a lookup waits for the store without a limit, and the engine with it, isolated or not"
-        yield False, Finding("lookup_async", text, fix="set it to true, and limit it by kvobs.lookup_timeout_ms")
+        yield kinds.BLOCKING.at("lookup_async")

@@ -17,9 +17,11 @@ import yaml
 
 from kvobs.cli.check import flags as marks
 from kvobs.cli.check import launch
-from kvobs.cli.check.flags import DYNAMO_VLLM, LAUNCHER, RAY, SIZE, of_docker
-from kvobs.cli.check.launch import HAS_OPTION, NETWORK, OPTION, STARTS_VLLM, STOCK_IMAGE, NotKnownError, Source
+from kvobs.cli.check.flags import DYNAMO_VLLM, LAUNCHER, RAY, SIZE, UnreadableError, of_docker
+from kvobs.cli.check.launch import HAS_OPTION, NETWORK, OPTION, STARTS_VLLM, STOCK_IMAGE, Source
+from kvobs.schema import kinds
 from kvobs.schema.config import PATH
+from kvobs.schema.findings import Kind, Level
 from kvobs.vllm_api.versions import MULTIPROCESS, TransferConfig
 
 _FIRST_OF_YAML = re.compile(r"""-{3}(\s|$)|-\s|["']?[\w./-]+["']?\s*:(\s|$)|\{\{""")
@@ -28,21 +30,17 @@ _FIRST_OF_PYTHON = re.compile(r"#!.*python|(?:from [\w.]+ )?import [\w.]+|\"\"\"
 _FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _IS_CONFIG = re.compile(r"""(?ms)^\s*(?:\{.*"kv_connector|kv[-_](?:connector|transfer[-_]config)["']?\s*:)""")
 _IS_FLOW = re.compile(r"\s*\{\s*kv_connector:\s")  # of YAML, for another program than vLLM
-_IN_AN_IMAGE = re.compile(r'"(?:apiVersion|image|repository|build|container|container_?[iI]mage|image_?[nN]ame)": ')
+_IN_AN_IMAGE = re.compile(
+    r"(?m)\b(?:docker|podman|nerdctl|apptainer|singularity|enroot|kubectl|helm)\b|--container(?:-image)?\b|^#SBATCH\b"
+    r"""|\b(?:apiVersion|image|repository|build|container|container_?[iI]mage|image_?[nN]ame)["']?\s*:(?=["'{\s]|$)"""
+)
 _BARE = re.compile(r"--kv[-_]transfer[-_]config[ =](?=\{)")
 _KEYS = {"kv_connector", "kv_connector_module_path", "kv_role", PATH}
 """Each makes an object a configuration, which may lack the first."""
 _SHELL_KEYS = {"run", "script", "before_script", "commands"}  # of CI
-_OF_LMCACHE = (
-    f"leave lmcacheConfig.enabled unset, and give vllmConfig.extraArgs a --{OPTION} that lists LMCacheConnectorV1 "
-    "among its connectors: see 'vLLM production stack' in docs/deployment.md"
-)
-_MADE = {
-    "kvCacheOffloading": "KServe makes the configuration of kvCacheOffloading: OffloadingConnector with its tiers",
-}
-"""Keys of which a controller makes the configuration."""
 _MAKES = re.compile(r'"([\w-]*(?:lmcache|nixl|mooncake|kv_?(?:cache_?off|transfer|connector))[\w-]*)": ', re.IGNORECASE)
 _SET_ELSEWHERE = re.compile(r"\$\{?\(?\w*(?:KV|TRANSFER|CONNECTOR|EXTRA|ARGS)\w*")
+_VALUE_FROM = "$(valueFrom)"
 _MAKERS = ("LLMInferenceService", "LLMInferenceServiceConfig", "RayService", "RayCluster", "DynamoGraphDeployment")
 """Kinds whose controller, or what it starts, sets variables of its own."""
 
@@ -64,18 +62,19 @@ def _text(argument: str) -> str:
         return Path(argument).read_text("utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: a null character in the name, or the text is not UTF-8
         problem = getattr(error, "strerror", None) or "is no file with UTF-8 text"
-        raise ValueError(f"{argument[:200]}: {problem}") from None
+        raise UnreadableError(kinds.FILE, file=argument[:200], problem=problem) from None
 
 
 def parse(text: str, place: str = "", environment: Mapping[str, str] = {}) -> list[Source]:
-    """Return the configurations in a text, at a place within a file if given; raise ``ValueError`` if it has none."""
+    """Return the configurations in a text, at a place within a file if given; ``UnreadableError`` if it has none."""
     is_folded, text = isinstance(text, _Folded), text.removeprefix("\ufeff")
+    environment = {**environment, **({marks.ELSEWHERE: "1"} if _IN_AN_IMAGE.search(text) else {})}
     lines = (line for line in map(str.strip, text.splitlines()) if line and not re.match(r"#(?!!)", line))
     first = next(lines, "")
     if not first:
-        raise ValueError("the configuration is empty")
+        raise UnreadableError(kinds.EMPTY)
     if _FIRST_OF_PYTHON.match(first):
-        raise NotKnownError("a Python program makes the configuration")
+        raise UnreadableError(kinds.PYTHON)
     first = next(lines, first) if first.startswith("#!") else first
     if blocks := [] if first[0] in "{[" else [block for block in _FENCED.findall(text) if _has_any(block)]:
         return [source for block in blocks for source in launch.attempt(place, parse, block, place, environment)]
@@ -85,10 +84,9 @@ def parse(text: str, place: str = "", environment: Mapping[str, str] = {}) -> li
         if sources := list(launch.read_script(text, place, environment, is_folded=is_folded)):
             return sources
         if HAS_OPTION.search(text):
-            raise NotKnownError(f"--{OPTION} is in a form that is not known here; if it has --config, check that file")
+            raise UnreadableError(kinds.FORM)
         if STARTS_VLLM.search(text):
-            kind = NotKnownError if DYNAMO_VLLM in text else ValueError
-            raise kind("the line has no --kv-transfer-config that can be read; if it has --config, check that file")
+            raise UnreadableError(kinds.DYNAMO_LINE if DYNAMO_VLLM in text else kinds.NONE_IN_LINE)
     config, _ = launch.read_json(text)
     if isinstance(config, dict) and _KEYS.isdisjoint(config) and (engines := _found_in([config], place, environment)):
         return engines
@@ -134,34 +132,33 @@ def _read_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[So
         while loader.check_data():  # type: ignore[no-untyped-call] # its stub has no type
             documents.append(loader.get_data())
         dumped = json.dumps(documents, default=str)  # an anchor within itself
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: also a date that there is not
+    except Exception as error:  # whatever PyYAML raises, such as an IndexError of `!!int` without a number
         if "{{" in text or "{%" in text:
-            found = "the file is a template, whose values are not known here: give the output of `helm template`"
-            raise NotKnownError(found) from None
+            raise UnreadableError(kinds.TEMPLATE) from None
         sources = launch.attempt(place, launch.read_script, text, place, environment)  # a rule of make begins likewise
-        if sources and not any(source.problem or "quote" in source.unknown for source in sources):
+        found = {finding.kind for source in sources for finding in source.findings}
+        if sources and not any(kind.level is Level.MISTAKE or kind is kinds.QUOTE_IN_SCRIPT for kind in found):
             return sources
         if not re.search(r"kv[-_](?:transfer|connector)", text):
-            raise NotKnownError("the text is no configuration, and has none") from None
-        raise ValueError(f"the configuration is neither JSON nor valid YAML: {' '.join(str(error).split())}") from None
+            raise UnreadableError(kinds.NOTHING) from None
+        raise UnreadableError(kinds.YAML, error=" ".join(str(error).split())) from None
     sources = _found_in(documents, place, environment)
     if not sources:
         if made := _MAKES.search(dumped):
-            raise NotKnownError(f"{made[1]!r} is no option of vLLM: a chart or a program makes the configuration of it")
+            raise UnreadableError(kinds.CHART, key=made[1])
         if elsewhere := _SET_ELSEWHERE.search(dumped):
-            raise NotKnownError(f"found {elsewhere[0]}, which may have --{OPTION}")
-        raise ValueError("the YAML has neither a key 'kv-transfer-config' or 'kv_connector' nor a --kv-transfer-config")
-    warnings = tuple(launch.repetition("YAML", key, "mapping") for key in loader.repeated)
-    return [source._replace(warnings=warnings + source.warnings) for source in sources]
+            raise UnreadableError(kinds.SET_ELSEWHERE, found=elsewhere[0])
+        raise UnreadableError(kinds.NONE_IN_YAML)
+    twice = tuple(kinds.KEY_TWICE.at("YAML", key=key, where="mapping") for key in loader.repeated)
+    return [source._replace(findings=twice + source.findings) for source in sources]
 
 
 def _found_in(documents: list[Any], place: str, environment: Mapping[str, str]) -> list[Source]:
     """Return the engines in a file's documents; of objects of Kubernetes without one, that it is so."""
     dumped = json.dumps(documents, default=str)
-    environment = {**environment, **({marks.ELSEWHERE: "1"} if _IN_AN_IMAGE.search(dumped) else {})}
     sources = [source for node in documents for source in _engines(node, place or _name_of(node), environment)]
     if not sources and '"apiVersion": ' in dumped and not (_MAKES.search(dumped) or _SET_ELSEWHERE.search(dumped)):
-        raise NotKnownError(f"the objects have no engine with a --{OPTION}")
+        raise UnreadableError(kinds.NO_ENGINE_HERE)
     return sources
 
 
@@ -207,8 +204,7 @@ def _expanded(text: str, environment: Mapping[str, str]) -> str:
 def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]) -> Iterator[Source]:
     options = {str(key).replace("_", "-"): value for key, value in node.items()}
     if f"--{OPTION}" in options and place.endswith("]"):
-        problem = f"--{OPTION} has a colon behind it, which makes a mapping of it: vLLM's arguments are texts"
-        yield Source(place=place, problem=f"{problem}; write '--{OPTION}=...', or the value as the next argument")
+        yield _unreadable(place, kinds.COLON)
     elif _is_config(node):
         yield from launch.attempt(place, launch.source_of, node, {}, environment, place)
     elif options.get(OPTION) not in (None, "") or options.get(SIZE) not in (None, ""):
@@ -217,22 +213,19 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
         environment = {**environment, **_about(node, environment)}
         match node:
             case {"lmcacheConfig": {"enabled": True}}:
-                found = f"the chart makes a --{OPTION} of lmcacheConfig: LMCacheConnectorV1 alone, behind any other"
                 is_second = HAS_OPTION.search(json.dumps(node.get("vllmConfig"), default=str))
-                problem = f"{found}: vLLM reads the last one" if is_second else ""
-                yield Source(place=place, problem=problem, unknown="" if is_second else found, fix=_OF_LMCACHE)
+                yield _unreadable(place, kinds.LMCACHE_CONFIG if is_second else kinds.LMCACHE_CHART)
         if _list(node.get("command")) and _list(node.get("args")):
             node = {**node, "command": None, "args": [*node["command"], *node["args"]]}
         used = set(re.findall(r"\$[({]?(\w+)", json.dumps([node.get("command"), node.get("args")], default=str)))
         for key, value in node.items():
             where = f"{place}.{key}".lstrip(".")
-            if key in _MADE and value:
-                yield Source(place=where, unknown=_MADE[key])
+            if key == "kvCacheOffloading" and value:
+                yield _unreadable(where, kinds.KSERVE)
             elif key in ("env", "environment") and isinstance(value, dict | list):
                 # What a command of this container uses is looked at there.
-                pairs = value.items() if isinstance(value, dict) else [(_name_in(each), each) for each in value]
-                others = {name: each for name, each in pairs if name not in used}
-                yield from _engines(others if isinstance(value, dict) else [*others.values()], where, environment)
+                others = {name: each for name, each in _variables(value).items() if name not in used}
+                yield from _engines(others, where, environment)
             elif key != "annotations":  # kubectl keeps a copy of the manifest there
                 yield from _engines(value, where, environment)
 
@@ -244,12 +237,11 @@ def _of_options(options: Mapping[str, Any], place: str, environment: Mapping[str
     if OPTION in options or SIZE in options:
         yield from launch.attempt(place, launch.source_of, options.get(OPTION), options, environment, place)
     else:
-        yield Source(place=place, unknown=f"--{SIZE} has a value that is not known here")
+        yield _unreadable(place, kinds.SIZE_VALUE)
 
 
-def _name_in(variable: Any) -> str:
-    """Return the name of a variable in a list of these."""
-    return str(variable.get("name") if isinstance(variable, dict) else variable).partition("=")[0]
+def _unreadable(place: str, kind: Kind) -> Source:
+    return Source(place=place, findings=(kind.at("CONFIG"),))
 
 
 def _is_config(node: Mapping[Any, Any]) -> bool:
@@ -262,9 +254,12 @@ def _about(node: Mapping[Any, Any], known: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a container, or what is around it, sets; and what else is known of the engine in it."""
     is_host = node.get(NETWORK) == "host"
     image = node.get("image") or f"{node.get('repository')}:{node.get('tag')}".removesuffix(":None")
+    is_container = "image" in node and bool({"command", "args"} & node.keys())
     out = {MULTIPROCESS: "/tmp"} if node.get("vllmConfig") else {}
-    out |= _variables(node)
-    out |= dict.fromkeys((marks.CONTAINER, marks.ALONE), "1") if _is_container(node) and not is_host else {}
+    for value in (value for key, value in node.items() if re.search("env", str(key), re.IGNORECASE)):  # extraEnvVars
+        out |= {str(name): launch.substitute(str(each), {}) for name, each in _variables(value).items()}
+    out |= {NETWORK: "host"} if is_host else {}
+    out |= dict.fromkeys((marks.CONTAINER, marks.ALONE), "1") if is_container and not is_host else {}
     out |= {marks.MORE: "1"} if node.get("kind") in _MAKERS or node.keys() & {"envFrom", "env_file"} else {}
     out |= {marks.HOST_NETWORK: "1"} if is_host or node.get("hostNetwork") else {}
     out |= {marks.IMAGE: str(image)} if STOCK_IMAGE.match(str(image)) else {}
@@ -281,23 +276,15 @@ def _about(node: Mapping[Any, Any], known: Mapping[str, str]) -> dict[str, str]:
     return out
 
 
-def _is_container(node: Mapping[Any, Any]) -> bool:
-    return "image" in node and bool({"command", "args"} & node.keys())
-
-
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _variables(node: Mapping[Any, Any]) -> dict[str, str]:
+def _variables(given: Any) -> dict[Any, Any]:
     """Return the variables that a container, a service of compose, or Ray's runtime environment sets."""
-    out: dict[Any, Any] = {NETWORK: "host"} if node.get(NETWORK) == "host" else {}
-    for given in (value for key, value in node.items() if re.search("env", str(key), re.IGNORECASE)):  # extraEnvVars
-        if isinstance(given, dict):
-            out |= inner if isinstance(inner := given.get("env_vars"), dict) else given  # of Ray's runtime_env
-        for each in _list(given):
-            if isinstance(each, dict) and each.get("name"):
-                out[each["name"]] = each.get("value", "$(valueFrom)")
-            elif isinstance(each, str) and "=" in each:
-                out[each.partition("=")[0]] = each.partition("=")[2]
-    return {str(name): launch.substitute(str(value), {}) for name, value in out.items()}
+    if isinstance(given, dict):
+        return inner if isinstance(inner := given.get("env_vars"), dict) else given  # of Ray's runtime_env
+    pairs = (each.partition("=") for each in _list(given) if isinstance(each, str))
+    out = {name: value if equals else _VALUE_FROM for name, equals, value in pairs}
+    named = (each for each in _list(given) if isinstance(each, dict) and each.get("name"))
+    return out | {each["name"]: each.get("value", _VALUE_FROM) for each in named}

@@ -14,13 +14,15 @@ from typing import Any
 from kvobs.connectors.known import OURS, spec_of
 from kvobs.connectors.specs import WORDS
 from kvobs.connectors.validation import NotUsableError, not_registered
+from kvobs.schema import kinds
 from kvobs.schema.findings import show
 
 CONNECTORS = "distributed/kv_transfer/kv_connector/factory.py"
 _REGISTERED = re.compile(r"""\bregister_\w+\(\s*["'](\w+)["'](?:,\s*["']([\w.]+)["'],\s*["'](\w+)["'])?""")
 _FIELD = re.compile(r"^    (\w+): ", re.MULTILINE)
 _VERSION = re.compile(r"^__version__\s*=.*?[\"']([^\"']+)[\"']", re.MULTILINE)
-_IMPORT = re.compile(r"^\s*from\s+([\w.]+)\s+import\s+(\([^)]*\)|.+)$", re.MULTILINE)
+_IMPORT = re.compile(r"^\s*from\s+(\.*)([\w.]*)\s+import\s+(\([^)]*\)|.+)$", re.MULTILINE)
+_NAME = re.compile(r"(\w+)(?:\s+as\s+(\w+))?")
 _QUOTED = re.compile(r"""["']([\w.]+)["']""")
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1."
 _OF_CONNECTORS = (_CONNECTORS, "vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.")
@@ -63,10 +65,6 @@ def _text(path: str) -> str:
 # --- classes
 
 
-class NotReadError(NotUsableError):
-    """A class may be right, and can't be read from the source here."""
-
-
 def finder() -> Callable[[str, Any], type] | None:
     """Return what finds a class; None if the source of vLLM is not as expected."""
     return class_of if registered() else None
@@ -76,7 +74,7 @@ def class_of(name: str, module: Any) -> type:
     """Return what stands for a connector's class: its name, module and bases, and the source of its methods.
 
     Raises:
-        NotUsableError: there is none; ``NotReadError``: only an import shows it.
+        NotUsableError: there is none, or only an import shows it.
     """
     if module is None:
         names = registered()
@@ -90,15 +88,14 @@ def class_of(name: str, module: Any) -> type:
     except (ImportError, ValueError):
         is_missing = True
     if is_missing:
-        found = f"found {show(name)}, whose module {show(module)} is not installed here"
         package = str(module).partition(".")[0]
-        fix = f"correct kv_connector_module_path, or install the package that has the module {package!r}"
-        raise NotUsableError(found, fix=fix, is_import=True)
-    if module == "kvobs.connector" and name != "MultiConnector":
-        raise NotUsableError(f"found {show(name)}, which kvobs does not have", fix="use 'MultiConnector'")
+        raise NotUsableError(kinds.MODULE.at("", name=show(name), module=show(module), package=package))
+    if module == "kvobs.connector":
+        if name != "MultiConnector":
+            raise NotUsableError(kinds.CLASS_OF_KVOBS.at("", name=show(name)))
+        return type(name, (), {"__module__": module})
     if (found_class := stub(module, cls)) is None:
-        text = f"found {show(name)}, whose class can't be read from the source of {module}"
-        raise NotReadError(text, fix="import it: kvobs check --deep")
+        raise NotUsableError(kinds.NOT_READ.at("", name=show(name), module=module))
     if WORDS not in vars(found_class):
         setattr(found_class, WORDS, texts_of(found_class.__module__))
     return found_class
@@ -120,13 +117,7 @@ def stub(module: str, name: str, depth: int = 0) -> type | None:
         match node:
             case ast.Assign(targets=[ast.Name(id=alias)], value=ast.Name(id=other)) if alias == name:
                 return stub(module, other, depth + 1)
-    for statement in ast.walk(source) if depth < _DEEPEST else ():
-        if isinstance(statement, ast.ImportFrom):
-            for each in statement.names:
-                if name == (each.asname or each.name):
-                    named = "." * statement.level + (statement.module or "")
-                    return stub(_absolute(named, module), each.name, depth + 1)
-    return None
+    return stub(*_imports(module)[name], depth + 1) if depth < _DEEPEST and name in _imports(module) else None
 
 
 def _base(module: str, base: ast.expr, depth: int) -> type | None:
@@ -155,12 +146,16 @@ def tree(module: str) -> ast.Module:
     return ast.Module([], [])
 
 
-def _absolute(name: str, module: str) -> str:
-    """Return the module that an import names, perhaps with dots before it."""
-    inner = name.lstrip(".")
-    level = len(name) - len(inner) - _source(module)[1].endswith("__init__.py")
-    above = module.split(".")[: -level or None] if inner != name else []
-    return ".".join([*above, *filter(None, [inner])])
+@cache
+def _imports(module: str) -> dict[str, tuple[str, str]]:
+    """Return what a module imports from others, by its names there: the module, and the name in it."""
+    (text, file), found = _source(module), dict[str, tuple[str, str]]()
+    for dots, inner, names in _IMPORT.findall(text):
+        level = len(dots) - file.endswith("__init__.py")
+        above = module.split(".")[: -level or None] if dots else []
+        of = ".".join([*above, *filter(None, [inner])])
+        found.update({alias or name: (of, name) for name, alias in _NAME.findall(names)})
+    return found
 
 
 @cache
@@ -172,9 +167,7 @@ def sources(module: str) -> dict[str, str]:
         name = todo.pop()
         if name not in found and name.startswith((f"{package}.", module, *_OF_CONNECTORS)):
             found[name] = text = _source(name)[0]
-            for source, names in _IMPORT.findall(text):
-                inner = _absolute(source, name)
-                todo += [inner, *(f"{inner}.{each}" for each in re.findall(r"\w+", names))]
+            todo += [each for of, inner in _imports(name).values() for each in (of, f"{of}.{inner}")]
             todo += [word for word in _QUOTED.findall(text) if word.startswith(_OF_CONNECTORS)]  # of a factory
     return found
 

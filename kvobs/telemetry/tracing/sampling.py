@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvobs.log import once
+from kvobs.schema import kinds
 from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding
 from kvobs.schema.options import Options
@@ -60,8 +61,8 @@ def why_off(options: Options) -> tuple[str, list[Finding]]:
     if level == "off":
         return "kvobs.tracing.level is 'off'", []
     why = f"{DISABLED} is true here" if is_disabled() else "--otlp-traces-endpoint is not set"
-    fix = f"unset {DISABLED}" if is_disabled() else f"start vLLM with --otlp-traces-endpoint, or set {TRACES_ENDPOINT}"
-    return why, [] if level is None else [Finding(path, f"found {level!r}, but nothing is traced: {why}", fix=fix)]
+    fix = f"unset {DISABLED}" if is_disabled() else None
+    return why, [] if level is None else [kinds.UNTRACED.at(path, fix=fix, level=level, why=why)]
 
 
 def warn_about(options: Options, tracing: TracingSettings) -> None:

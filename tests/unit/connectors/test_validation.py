@@ -61,8 +61,8 @@ NO_PORT = "a valid integer, unable to parse string as an integer"
     ],
 )
 def test_a_mistake_says_all_that_is_needed(entry: dict[str, Any], finding: tuple[str, str, str, str]) -> None:
-    key, *rest = finding
-    assert transfer_config(entry, "c", KVTransferConfig) == (None, [Finding(f"c.{key}", *rest)])
+    key, found, allowed, fix = finding
+    assert transfer_config(entry, "c", KVTransferConfig) == (None, [Finding(f"c.{key}", found, allowed, fix)])
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def test_the_last_command_turns_nothing_off(tmp_path: Path) -> None:
     (line,) = [line for line in out.getvalue().splitlines() if "vllm serve" in line]
     (command,) = parse(line.strip())
     assert not [flag for flag in command.flags if flag.startswith("no-")]
+    assert command.config is not None
     connectors = command.config["kv_connector_extra_config"]["connectors"]
     assert [connector["kv_connector"] for connector in connectors] == ["OffloadingConnector"]
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvobs.schema.findings import Finding, cut, show, unknown
+from kvobs.schema import kinds
+from kvobs.schema.findings import Finding, cut, show
 
 
 @pytest.mark.parametrize(
@@ -27,10 +28,11 @@ def test_a_finding_is_printable(path: str, found: str, allowed: str, fix: str) -
 
 def test_an_unknown_key_is_taken_for_the_known_one_that_is_most_like_it() -> None:
     known = ("names", "isolate")
-    assert unknown("option", "kvobs.name", "name", known, "remove it") == Finding(
-        "kvobs.name", "unknown option", "'names', 'isolate'", "use 'names'"
-    )
-    assert unknown("option", "kvobs.x", "x", known, "remove it").fix == "remove it"
+    near, other = (kinds.UNKNOWN_OPTION.near(f"kvobs.{key}", key, known) for key in ("name", "x"))
+    assert near == Finding("kvobs.name", "unknown option", "'names', 'isolate'", "use 'names'")
+    assert other.fix == "remove it"
+    found = [kinds.UNKNOWN_KEY.near(key, key, known, kinds.MISSPELT_KEY).kind for key in ("name", "x")]
+    assert found == [kinds.MISSPELT_KEY, kinds.UNKNOWN_KEY]
 
 
 def test_long_text_is_cut() -> None:

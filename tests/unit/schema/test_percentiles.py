@@ -15,7 +15,7 @@ from dashboards import looks
 from dashboards.questions import SELECTION, by_engine
 from dashboards.rules import RECORDINGS
 from dashboards.site import Site
-from kvobs.cli.check.live import look
+from kvobs.cli.running import look
 from kvobs.cli.scrapes import fetch
 from kvobs.cli.top.rows import server_row
 from kvobs.export.summary import summarize

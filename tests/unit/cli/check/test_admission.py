@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from docs.kinds import ADDRESS, CPU, NIXL, pod
 from docs.pages import FOLDER
+from kvobs.schema.kinds import CPU, NIXL, NO_ADDRESS, pod
 
 PAGE = (FOLDER / "admission.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -46,7 +46,7 @@ def test_the_step_stops_at_a_mistake_and_shows_warnings(text: str, status: int, 
 def test_the_hook_checks_each_file_that_has_changed(tmp_path: Path) -> None:
     (hook,) = yaml.safe_load(HOOKS)["repos"][0]["hooks"]
     assert re.search(hook["files"], "deploy/a/decode.yaml")
-    for name, text in (("good", GOOD), ("bad", BAD), ("also", pod(NIXL, ADDRESS))):
+    for name, text in (("good", GOOD), ("bad", BAD), ("also", NO_ADDRESS.right)):
         (tmp_path / name).write_text(text)
     both = run(f"{hook['entry']} good bad also", tmp_path)
     assert (both.returncode, both.stdout.count("mistake: ")) == (1, 1)

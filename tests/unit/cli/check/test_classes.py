@@ -15,8 +15,12 @@ from kvobs.cli.check.check import check_text
 from kvobs.cli.check.classes import check_classes
 from kvobs.connector import get_kv_connector_cache_layout
 from kvobs.connectors import known
-from kvobs.schema.config import PATH
+from kvobs.connectors.known import ROUTER
+from kvobs.schema import kinds
+from kvobs.schema.config import ENABLE_VARIABLE, PATH
+from kvobs.schema.findings import Kind, Level
 from kvobs.testing import engine_config
+from kvobs.testing.scripted import ScriptedConnector
 from tests.support.configurations import TWO, check, config_of, layerwise, scripted, start
 
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
@@ -115,3 +119,40 @@ def test_a_class_from_elsewhere_is_read_or_the_reason_is_given(name: str, module
     check_classes(checked)
     found = [str(finding) for finding in (*checked.mistakes, *checked.unknown)]
     assert [says in text for text in found] == [True] * bool(says), found
+
+
+class OfMlaConnector(ScriptedConnector):
+    """Needs a layout for models with MLA only."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return "HND" if vllm_config.model_config.use_mla else None
+
+
+class RaisingConnector(ScriptedConnector):
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        raise OSError
+
+
+def own(name: str) -> dict[str, Any]:
+    return scripted(name, kv_connector_module_path=__name__)
+
+
+@pytest.mark.parametrize(("of", "level", "kind"), [
+    ([own("OfMlaConnector"), scripted("NhdConnector")], Level.WARNING, kinds.LAYOUTS_OF_SOME),
+    ([own("RaisingConnector")], Level.MISTAKE, kinds.RAISES),
+    ([own("scripted")], Level.MISTAKE, kinds.NO_CLASS),
+    ([own("Nothing")], Level.MISTAKE, kinds.NO_IMPORT),
+])  # fmt: skip
+def test_only_an_import_shows_it(of: list[dict[str, Any]], level: Level, kind: Kind) -> None:
+    checked = check(config_of(of))
+    assert [finding.kind for finding in checked.of(level)] == [kind]
+
+
+def test_a_plugin_that_has_replaced_the_router_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {ROUTER: lambda: OfMlaConnector})
+    monkeypatch.setenv(ENABLE_VARIABLE, "1")
+    checked = check({key: value for key, value in config_of().items() if key != "kv_connector_module_path"})
+    found = [str(finding) for finding in checked.warnings if finding.kind is kinds.OTHER_PLUGIN]
+    assert [f"{__name__}.OfMlaConnector as MultiConnector" in text for text in found] == [True]

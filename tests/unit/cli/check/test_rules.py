@@ -8,6 +8,7 @@ from hypothesis import given
 
 from kvobs.cli.check import rules
 from kvobs.schema.config import PATH
+from kvobs.schema.findings import Finding, Level
 from tests.support.configurations import config_of, start
 
 GIB = 1 << 30
@@ -36,14 +37,15 @@ def entry_of(connector: str, extra: dict[str, Any]) -> dict[str, Any]:
     return {"kv_connector": connector, "kv_role": "kv_both", PATH: extra}
 
 
-def findings(entry: dict[str, Any]) -> rules.Findings:
-    return rules.check_entries(config_of([entry]), is_stock=False)
+def findings(entry: dict[str, Any], level: Level) -> list[Finding]:
+    found = rules.check_entries(config_of([entry]), is_stock=False)
+    return [finding for finding in found if finding.kind.level is level]
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_mistake_ends_the_start(kind: str) -> None:
     entry = entry_of(*REFUSED[kind])
-    mistakes = findings(entry).mistakes
+    mistakes = findings(entry, Level.MISTAKE)
     assert mistakes
     assert all(finding.fix for finding in mistakes)
     # The caches of this engine are too small for a SimpleCPUOffloadConnector: an AssertionError, which proves nothing.
@@ -54,25 +56,24 @@ def test_a_mistake_ends_the_start(kind: str) -> None:
 @pytest.mark.parametrize("kind", ACCEPTED)
 def test_options_that_vllm_accepts_are_no_mistake(kind: str) -> None:
     entry = entry_of(*ACCEPTED[kind])
-    assert findings(entry).mistakes == []
+    assert findings(entry, Level.MISTAKE) == []
     start(config_of([entry]))
 
 
 def test_a_disk_path_without_the_backend_is_a_warning() -> None:
     backend = {"kv_offload_backend": "disk"}
     paths = [
-        [warning.path for warning in findings(entry_of("SimpleCPUOffloadConnector", extra)).warnings]
+        [warning.path for warning in findings(entry_of("SimpleCPUOffloadConnector", extra), Level.WARNING)]
         for extra in ({"disk_path": "/mnt"}, {"disk_path": "/mnt"} | backend, {})
     ]
     assert paths == [[f"{PATH}.connectors[0].{PATH}.disk_path"], [], []]
 
 
 def test_class_from_elsewhere_has_other_options() -> None:
-    assert findings(entry_of("FlexKVConnectorV1", {})) == ([], [])
     elsewhere = {**entry_of("OffloadingConnector", {}), "kv_connector_module_path": "somebody.elses"}
-    assert findings(elsewhere) == ([], [])
     spec = entry_of("OffloadingConnector", {"spec_name": "Mine", "spec_module_path": "my.specs"})
-    assert findings(spec) == ([], [])
+    for entry in (entry_of("FlexKVConnectorV1", {}), elsewhere, spec):
+        assert [*rules.check_entries(config_of([entry]), is_stock=False)] == []
 
 
 VALUES = st.recursive(
@@ -92,5 +93,5 @@ KEYS = st.sampled_from([
 @given(st.sampled_from(CONNECTORS), st.dictionaries(KEYS, VALUES), st.booleans())
 def test_any_value_is_judged(connector: str, extra: dict[str, Any], has_tiers: bool) -> None:
     options = {**extra, **(TIERING if has_tiers else {})}
-    found = findings(entry_of(connector, options))
-    assert all(finding.path.startswith(f"{PATH}.connectors[0].{PATH}.") for finding in [*found[0], *found[1]])
+    found = rules.check_entries(config_of([entry_of(connector, options)]), is_stock=False)
+    assert all(finding.path.startswith(f"{PATH}.connectors[0].{PATH}.") for finding in found)

@@ -73,14 +73,17 @@ def test_numbers_with_suffixes_are_what_vllms_parser_makes_of_them() -> None:
         ("vllm serve m --kv-transfer-config", "not valid JSON: Expecting value: line 1"),
         ("vllm serve m --kv-transfer-config '{", "a quote that is not closed"),
         ("vllm serve m --kv-transfer-config '{\"a\": 1.5G}'", "not valid JSON: Expecting ',' delimiter"),
-        ("port: null\nkv_transfer_config: {}", "--port null, beside the configuration, is not"),
+        ("port: null\nkv_transfer_config: {}", "--port null, next to the configuration, is not"),
         ("kv_connector: [", "neither JSON nor valid YAML"),
+        ("kv_connector: !!int", "neither JSON nor valid YAML"),
+        ("kv_connector: !!timestamp x", "neither JSON nor valid YAML"),
+        (f'{{"a": {"9" * 400}k}}', "not valid JSON: cannot convert float infinity to integer"),
         ("kv-transfer-config: 5", "is a int, needs an object"),
     ],
 )
 def test_text_that_can_not_be_read_has_its_reason(text: str, says: str) -> None:
     (source,) = attempt("", parse, text)
-    assert says in source.problem + source.unknown
+    assert says in source.findings[0].found
 
 
 @given(st.text() | st.text(alphabet="{}[]\"':,\n -#kv_connetrasf=.\\", max_size=60))

@@ -12,9 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvobs.cli import commands as cli
-from kvobs.cli import dashboards
-from kvobs.cli.check import live
-from kvobs.cli.check.live import OPENMETRICS, look, shipped_rules
+from kvobs.cli import dashboards, running
+from kvobs.cli.running import OPENMETRICS, look, shipped_rules
 from kvobs.cli.scrapes import NO_METRICS
 from kvobs.cli.web import Page
 from kvobs.probe.recorder import Recorder
@@ -66,7 +65,7 @@ def test_facts_of_a_server_are_printed(exporter: str) -> None:
 
 
 def test_exemplars_are_missed_where_spans_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "get", lambda *_: Page(f"{SERIES}{SPANS_QUEUED.name} 0\n", OPENMETRICS))
+    monkeypatch.setattr(running, "get", lambda *_: Page(f"{SERIES}{SPANS_QUEUED.name} 0\n", OPENMETRICS))
     (warning,) = look(["http://x/metrics"]).warnings
     assert warning.found == "has no exemplars, and exports spans"
 
@@ -99,7 +98,7 @@ def test_exemplars_are_counted_at_the_path_with_the_slash(monkeypatch: pytest.Mo
             return Page(f"{text}\n", "text/plain")
         return Page(f'{text} # {{trace_id="ab"}} 0.5 1.0\n# EOF\n', "application/openmetrics-text; version=1.0.0")
 
-    monkeypatch.setattr(live, "get", get)
+    monkeypatch.setattr(running, "get", get)
     assert look(["http://x/metrics"]).facts["http://x/metrics"]["exemplars"] == "1"
     assert asked == ["http://x/metrics", "http://x/metrics", "http://x/metrics/"]
 
