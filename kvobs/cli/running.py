@@ -37,7 +37,7 @@ _STATES = {
         "KvobsNeverServes",
     ),
 }
-"""By a connector's state: what is said of it, and the alert whose part of the runbook helps."""
+"""By a connector's state: what is reported about it, and the alert whose part of the runbook helps."""
 
 
 _FIXES = {
@@ -213,7 +213,7 @@ def _look_at_prometheus(result: LiveResult, prometheus: str, urls: Sequence[str]
         found = (
             f"has no buckets of kvobs's histograms of job {series['metric'].get('job', '?')!r}: durations are missing"
         )
-        fix = "set always_scrape_classic_histograms beside convert_classic_histograms_to_nhcb there, or drop no _bucket"
+        fix = "also set always_scrape_classic_histograms there, or drop no _bucket"
         result.refuse(prometheus, printable(found), fix)
 
 

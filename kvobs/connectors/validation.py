@@ -40,7 +40,7 @@ class NotUsableError(ValueError):
         self.finding, self.is_import = finding, is_import
 
     def at(self, path: str) -> Finding:
-        """Return the mistake, given the path of the connector's entry."""
+        """Return the error, given the path of the connector's entry."""
         return replace(self.finding, path=f"{path}.kv_connector")
 
 

@@ -267,6 +267,8 @@ class Exporter:
 
     def _text(self, accept: str) -> tuple[str, bytes]:
         self._scrapes = (*self._scrapes[-7:], time.monotonic())
+        if any(not served.engine.is_alive for name, served in tuple(self._served.items()) if name not in self._ended):
+            self._exposition.forget()  # the text of a moment ago shows an engine that has ended since
         return self._exposition.text(accept)
 
     def _refresh(self) -> None:

@@ -108,7 +108,7 @@ def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Findi
     return Configuration(options, names, stock), mistakes
 
 
-_NOT_SHOWN = ("[key]", "[auto]", "[options]", "[never]")  # parts of pydantic's paths that are none of the configuration
+_NOT_SHOWN = ("[key]", "[auto]", "[options]", "[never]")  # parts of pydantic's paths, not of the configuration
 
 
 def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[Finding]) -> list[str]:

@@ -31,12 +31,14 @@ from kvobs.page.writer import PageWriter
 from kvobs.probe.native import choice
 from kvobs.probe.pauses import OF_PROCESS
 from kvobs.probe.recorder import NEVER, Recorder
+from kvobs.schema import signals
 from kvobs.schema.signals import TIMED
 from kvobs.telemetry.tracing.journal import RESERVED
 from kvobs.testing import BLOCK, Script
 from tests.support.cached import LAYER, Cached
 from tests.support.contained import contain
 from tests.support.front import Front
+from tests.support.numbers import numbers
 from tests.support.observed import KV, SUFFIX, SYNC, S
 from tests.support.rig import child_config, forget_unused
 from tests.support.scripted import Stats
@@ -248,8 +250,10 @@ class _Living:
         engine.rig.connector.reset_cache()
         while OF_PROCESS.collects not in gc.callbacks:
             time.sleep(0.01)
-        gc.collect()
-        engine.rig.connector._telemetry._recorders.page.catch_up()  # before an earlier test's engine takes it
+        page, collected = engine.rig.connector._telemetry._recorders.page, signals.slot(signals.GC_PAUSES, "scheduler")
+        while not numbers(page).counts.get(collected):
+            gc.collect(0)  # a short one: while it runs no thread of an engine that another test has left waits
+            page.catch_up()
         self.request("garbled", trace_headers={"traceparent": "garbage"}, max_tokens=1)
         with pytest.MonkeyPatch.context() as patch:
             journal = engine.rig.connector._telemetry._recorders.traces._journal

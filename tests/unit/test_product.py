@@ -263,7 +263,7 @@ def test_the_other_engine_of_the_group_has_only_its_configuration(lived: Life) -
 
 # --- spans
 
-TIMES = ("stall", "waited", "saved", "layers_duration", "slowest_layer_duration")
+TIMES = ("queued", "stall", "waited", "saved", "layers_duration", "slowest_layer_duration")
 OF_ALL = {"engine", "request.id", "sampling.reason", *TIMES}
 OFF = {"lookups": 1, "local_tokens": 0, "prompt_tokens": 65}
 

@@ -65,6 +65,7 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
     assert talking == {
         "web.py",  # the command kvobs top, which reads the /metrics that it is given, and completes their addresses
         "running.py",  # the same with --server and --prometheus, which reads what it is given
+        "runs.py",  # kvobs summary -- COMMAND, which runs the command that it is given
         "hatch_build.py",  # compiles the probe when kvobs is built; it is in no wheel
         "starter.py",  # starts the exporter
         "http_server.py",  # the exporter, which serves /metrics where it is asked to
@@ -87,7 +88,7 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
         # Of the model whose path a launch command has, for the same.
         ("rules.py", "json.loads((Path(str(options['model'])) / 'config.json').read_text(encoding='utf-8'))"),
         ("launch.py", "json.loads(json.dumps(config, default=str))"),
-        ("running.py", "json.loads(text)"),  # Prometheus's answers, for kvobs check --prometheus
+        ("web.py", "json.loads(text)"),  # a Prometheus's answers, for kvobs check and summary --prometheus
         ("__main__.py", "json.loads(sys.argv[1])"),  # the exporter's options, of the engine that starts it
         ("dashboards.py", "json.loads(files.pop(SETTINGS))"),  # a file of this installation
         ("metadata.py", "pickle.loads(part.pickled)"),
@@ -112,8 +113,8 @@ def test_nothing_is_written_to_a_file_but_what_is_asked_for() -> None:
     of_log = {"request_log.py": 3}  # the file of kvobs.request_log, or the engine's stderr
     of_commands = {
         "dashboards.py": 2,  # kvobs dashboards
-        "timeline.py": 1,  # kvobs timeline --chrome
-        "command.py": 1,  # kvobs check: /dev/null, for the output of vLLM's import
+        "chrome.py": 1,  # kvobs timeline --chrome, and kvobs trace
+        "command.py": 2,  # kvobs check: /dev/null, for the output of vLLM's import; kvobs summary -o
     }
     assert Counter(name for name, _ in found) == of_engine | of_log | of_commands
 

@@ -15,7 +15,7 @@ def test_pages_of_several_engines_are_found_and_bad_ones_named(capsys: pytest.Ca
         (folder / "x-0-rank1-1-1.page").write_bytes(bytes(4096))
         found = [(engine, page.rank) for engine, page in pages()]
     assert found == [(f"{first.server[:8]}-0", None), (f"{first.server[:8]}-0", 0), (f"{second.server[:8]}-1", None)]
-    assert "x-0-rank1-1-1.page is left out: its process has not written it yet" in capsys.readouterr().err.replace(
+    assert "x-0-rank1-1-1.page is skipped: its process has not written it yet" in capsys.readouterr().err.replace(
         "\n", ""
     )
 

@@ -62,6 +62,6 @@ def test_memory_without_room_for_one_prompt_is_a_warning_with_both_numbers(
     spec: Any = SimpleNamespace(index=0, name="cpu", connector_class=type(name, (), {}), transfer_config=transfer)
     with caplog.at_level("WARNING", "vllm.kvobs"):
         StoreSizes(Recorder(1), [spec], 4, 1, longest).laid_out(CacheLayout((16,), (8 * 16,), is_full=True))
-    said = [message for message in caplog.messages if f"and a prompt may have {longest:,} (max_model_len)" in message]
+    said = [message for message in caplog.messages if f"but a prompt may have {longest:,} (max_model_len)" in message]
     assert bool(said) is warns
     assert all(f"room for {longest - 1:,} tokens" in message for message in said)

@@ -121,7 +121,7 @@ def test_an_end_outside_of_calls_blames_nobody(engine: str, watch: EngineWatch) 
     with process(engine, 0, "hangs") as other, process(engine, None, "stays after it", "save_kv_layer") as dead:
         until(lambda: len(pages_of(watch)) == 2)
         os.kill(dead.pid, signal.SIGKILL)
-        time.sleep(0.15)  # vLLM takes longer until it kills the others upon it
+        assert watch._has_noted.wait(30), "vLLM takes longer until it kills the others upon it"
         os.kill(other.pid, signal.SIGKILL)
         assert watch.ended() == End("", "", None, "SIGKILL")
 

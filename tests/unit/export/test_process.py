@@ -466,6 +466,16 @@ def test_an_engine_that_begins_later_is_served_and_one_that_ends_first_too(
     assert mine._health()[0] is False
 
 
+def test_a_scrape_right_after_an_engines_end_shows_it(make: Callable[..., Exporter]) -> None:
+    """The text of a scrape just before it is kept for a moment."""
+    pages = Pages()
+    mine = make(pages)
+    cycle(mine)
+    assert up_of(text_of(mine)) == ["1.0"]
+    end_of(pages, mine, well=False)
+    assert up_of(mine._text("text/plain")[1].decode()) == ["0.0"]
+
+
 def test_the_end_of_one_of_several_engines_is_logged_and_shown_while_the_others_run(
     make: Callable[..., Exporter], caplog: pytest.LogCaptureFixture
 ) -> None:

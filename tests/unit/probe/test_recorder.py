@@ -120,7 +120,7 @@ def test_a_wait_for_a_core_is_not_warned_of(monkeypatch: pytest.MonkeyPatch, cap
     assert numbers(mine).counts[PROCESS_WIDTH + slot(signals.SLOW_CALLS, HOOK)] == 2
     text = "connector 'disk': wait_for_save took 70 ms, more than slow_call_ms (50)"
     assert [(line.levelno, line.getMessage().removeprefix(text)[:5]) for line in caplog.records] == [
-        (logging.INFO, ", and"), (logging.WARNING, ". Fur")
+        (logging.INFO, ", pos"), (logging.WARNING, ". Fur")
     ]  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def test_an_address_that_is_gone_after_the_command_keeps_its_status() -> None:
     with web(lambda _: answers.pop() if answers else (500, "")) as address:
         code, _, errors = run("--engine", address, "--", sys.executable, "-c", "raise SystemExit(4)")
     assert code == 4
-    assert f"{address}: answers 500" in errors
+    assert f"{address}: answered 500" in errors
 
 
 def test_for_some_time() -> None:

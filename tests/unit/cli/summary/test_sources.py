@@ -121,7 +121,7 @@ def test_saved_texts(tmp_path: Path) -> None:
     assert (server.server, server.seconds, server.connectors[0].loads) == ("after.txt", None, 7)
     assert of_texts(paths[1:])[0].connectors[0].loads == 10
     paths[0].write_text("hello")
-    with pytest.raises(ValueError, match=r"before.txt: no kvobs_\* metrics here"):
+    with pytest.raises(ValueError, match=r"before.txt: no kvobs_\* metrics at this address"):
         of_texts(paths)
     with pytest.raises(ValueError, match=r"gone.txt can't be read: No such file"):
         of_texts([tmp_path / "gone.txt"])
@@ -201,7 +201,7 @@ def test_a_prometheus_sums_up_a_models_servers_each_since_its_own_start() -> Non
 def test_a_server_without_a_sample_at_the_begin_is_named() -> None:
     (server,), warnings, _ = summary_of([], engine("a:1", 9))
     assert server.connectors[0].loads == 9
-    assert warnings == ["a:1 has no sample at the begin: its numbers are since its engine's start"]
+    assert warnings == ["a:1 has no sample at the start: its numbers are since its engine's start"]
 
 
 def test_instances_are_chosen_in_the_query() -> None:
