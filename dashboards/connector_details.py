@@ -7,7 +7,6 @@ from dashboards.frame import Section
 from dashboards.panels import About, Panel, Query, lines, of_connector, states
 from dashboards.questions import SELECTION
 from kvobs.schema import signals
-from kvobs.schema.signals import Scope, Signal
 
 
 def details() -> list[Section]:
@@ -150,7 +149,7 @@ def _saved() -> Panel:
             "Far above the tokens that are computed: blocks are stored again and again.",
             "No data: the connector does not report it, or vLLM's --kv-events-config is off.",
         ),
-        _by(SELECTION.rate(signals.SAVE_TOKENS, "connector", "medium"), ("connector", "medium")),
+        Query(SELECTION.rate(signals.SAVE_TOKENS, "connector", "medium"), "{{connector}} {{medium}}"),
         unit="short",
     )
 
@@ -170,8 +169,7 @@ def _quarantine() -> Panel:
 
 
 def _failed_sync() -> Panel:
-    return _rare(
-        signals.FAILED_SYNC_LOADS,
+    return lines(
         "Failed synchronous loads",
         About(
             "Failed synchronous loads: other connectors may have saved the unfilled blocks in that step.",
@@ -179,6 +177,9 @@ def _failed_sync() -> Panel:
             "See KvobsFailedSyncLoads in the runbook: clear the caches of the other connectors.",
             "It is not known whether the blocks were saved.",
         ),
+        of_connector(SELECTION.count(signals.FAILED_SYNC_LOADS, "connector")),
+        unit="short",
+        stacked=True,
     )
 
 
@@ -194,19 +195,4 @@ def _verified() -> Panel:
         Query(SELECTION.rate(signals.VERIFIED_BLOCKS, "outcome"), "{{outcome}}"),
         unit="short",
         stacked=True,
-    )
-
-
-def _count(signal: Signal, title: str, about: About) -> Panel:
-    return lines(title, about, of_connector(SELECTION.rate(signal, "connector")), unit="short")
-
-
-def _rare(signal: Signal, title: str, about: About, *labels: str) -> Panel:
-    by = ("connector", *labels) if signal.scope is Scope.CHILD else labels
-    return lines(title, about, _by(SELECTION.count(signal, *by), by), unit="short", stacked=True)
-
-
-def _by(expr: str, labels: tuple[str, ...]) -> Query:
-    return (
-        of_connector(expr) if labels == ("connector",) else Query(expr, " ".join(f"{{{{{name}}}}}" for name in labels))
     )
