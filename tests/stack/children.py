@@ -25,7 +25,7 @@ class BrokenStats(CallStats):
 class BufferedChild(SteeredChild):
     """Passes every block through a host buffer, with the operation that it is handed.
 
-    Option beside those of ``SteeredChild``: ``bad_stats`` (true: it sometimes has stats that can't be converted).
+    Has an option that ``SteeredChild`` lacks: ``bad_stats`` (true: it sometimes has stats that can't be converted).
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

@@ -42,7 +42,7 @@ _SHORT = {
 
 
 class UnreadableError(ValueError):
-    """A text, or a part of it, is no configuration, or one that can't be read here: the finding has the reason."""
+    """Raised for a text that is not a configuration, or can't be read here: the finding has the reason."""
 
     def __init__(self, kind: Kind, fix: str | None = None, **values: Any) -> None:
         self.finding = kind.at("CONFIG", fix=fix, **values)

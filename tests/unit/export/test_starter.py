@@ -339,7 +339,7 @@ def test_a_killed_exporter_comes_back_and_ends_with_the_engine(
 
 
 def test_it_has_the_cores_that_the_model_does_not_take(begun: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """EngineCore's process may be bound to those of the model."""
+    """EngineCore's process may be bound to the model's cores."""
     bound = Mock()
     monkeypatch.setattr(os, "sched_setaffinity", bound)
     running = Starter("bound", ON, lambda: None)

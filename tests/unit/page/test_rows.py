@@ -107,7 +107,7 @@ def test_a_full_table_has_a_row_for_further_values_of_each_signal_and_connector(
     assert n > ROWS
     assert sum(found.values()) == n + 3, "none is lost"
     assert [found[SLOWEST_RANK, child, (OTHER_VALUE,)] for child in range(CONNECTORS)] == [1, 2]
-    assert len(both.rows._at) < n, "what is told apart no more takes no memory"
+    assert len(both.rows._at) < n, "values that go to _OTHER take no memory"
 
 
 @pytest.mark.usefixtures("hasty_threads")

@@ -51,7 +51,7 @@ def test_a_step_is_marked_from_its_begin_to_its_end(monkeypatch: pytest.MonkeyPa
 def test_only_where_spans_are_exported_a_step_continues_its_trace_and_those_of_its_loads(
     is_traced: bool | None,
 ) -> None:
-    """Elsewhere a slow call is a trace of its own, and a step costs nothing more."""
+    """Where no spans are exported a slow call gets a separate trace, and a step costs nothing more."""
     worker = Worker(is_traced=is_traced)
     worker.telemetry.step_begun(StepNote(SAMPLED), [(0, UNSAMPLED), (1, None), (0, SAMPLED)])
     worker.telemetry.step_begun(None, [])
