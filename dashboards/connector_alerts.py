@@ -249,7 +249,7 @@ CONNECTORS = (
         # Without traffic there is no probation: the value may be old.
         expr="""
             avg_over_time(kvobs_quarantined[5m]) > 0.5
-            and ignoring (connector) engine:kvobs_self_seconds:rate5m > 0
+            and ignoring (connector) engine:kvobs_overhead_seconds:rate5m > 0
             and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
         hold="2m",

@@ -21,7 +21,7 @@ def details() -> list[Section]:
         Section("Calls by hook", [(8, [(24, _calls())])], collapsed=True),
         Section("Bytes and saved tokens", [(8, [(8, _bytes()), (8, _link_share()), (8, _saved())])], collapsed=True),
         Section(
-            "Quarantine and connector faults (quarantine requires the option isolate)",
+            "Quarantine and connector faults (quarantine requires the option best_effort)",
             [
                 (8, [(8, _quarantine()), (8, _failed_sync()), (8, _verified())]),
             ],
@@ -161,7 +161,7 @@ def _quarantine() -> Panel:
             "Periods in which a best-effort connector was in quarantine.",
             "Red: new requests were served without it. Alternating bands: it fails in each probation.",
             "See its exceptions. It is enabled again automatically.",
-            "A connector that is not in the option isolate has no band.",
+            "A connector that is not in the option best_effort has no band.",
         ),
         {0: ("enabled", looks.GOOD), 1: ("in quarantine", looks.BAD)},
         Query(questions.quarantine("connector", "instance", "engine"), "{{connector}} {{instance}} {{engine}}"),
@@ -190,7 +190,7 @@ def _verified() -> Panel:
             "Loaded blocks compared with the blocks computed for the same tokens, by outcome.",
             "match is good; unknown: computed elsewhere or long ago; lossy: close, for example a compressed copy.",
             "mismatch: answers may be wrong. See KvobsCorruptLoads in the runbook: take the connector out.",
-            "Without the option verify.share, nothing is compared, and this panel is empty.",
+            "Without the option verify.sample_ratio, nothing is compared, and this panel is empty.",
         ),
         Query(SELECTION.rate(signals.VERIFIED_BLOCKS, "outcome"), "{{outcome}}"),
         unit="short",

@@ -80,7 +80,7 @@ def _lost() -> Panel:
         About(
             f"Tokens per second that connectors offered and none loaded: {reasons}.",
             "other_chosen: a connector with fewer tokens was chosen. not_allocated, aborted: the request ended first.",
-            "not_allocated: the KV cache is full, or clients give up. declined: see isolate.",
+            "not_allocated: the KV cache is full, or clients give up. declined: see best_effort.",
             "vLLM always computes a prompt's last token, so a little not_taken is normal.",
         ),
         Query(

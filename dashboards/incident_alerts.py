@@ -44,7 +44,7 @@ INCIDENTS = (
         # The second part reads vLLM's metrics, without the connector, from another target on the same host. It also
         # looks back 90 s, because two minutes are not over where the first sample is younger.
         expr="""
-            kvobs_oldest_in_flight_seconds{kind="resume"} > __load_age_s__
+            kvobs_oldest_in_flight_seconds{kind="awaiting_schedule"} > __load_age_s__
             unless ignoring (connector, kind)
               kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s
             or (
@@ -60,7 +60,7 @@ INCIDENTS = (
                 "host", "$1", "instance", "(.+?)(:[0-9]+)?"
               )
               unless ignoring (host, connector, kind) (
-                kvobs_oldest_in_flight_seconds{kind="resume"} > __load_age_s__
+                kvobs_oldest_in_flight_seconds{kind="awaiting_schedule"} > __load_age_s__
                 unless ignoring (connector, kind)
                   kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s
               )
@@ -107,7 +107,7 @@ INCIDENTS = (
               / (sum without (hook) (rate(kvobs_call_duration_seconds_count{{hook=~"{SCHEDULER_CALLS}"}}[5m])) > 0)
               < {POLL_S}
               and ignoring (connector, kind) (
-                kvobs_in_flight{{kind=~"lookup|load|resume"}} > 0
+                kvobs_in_flight{{kind=~"lookup|load|awaiting_schedule"}} > 0
                 unless ignoring (connector, kind)
                   kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s
               )

@@ -109,7 +109,7 @@ def _self() -> Panel:
             "Much more: lower tracing.level; the label `where` shows which part it is.",
             "For recording calls the value is an estimate.",
         ),
-        Query(SELECTION.rate(signals.SELF_SECONDS, "where"), "{{where}}"),
+        Query(SELECTION.rate(signals.OVERHEAD_SECONDS, "stage"), "{{stage}}"),
         unit="percentunit",
         stacked=True,
     )

@@ -151,7 +151,7 @@ def _effects() -> list[Panel]:
                 "engine with the most.",
                 "Red: answers may be wrong. 'none': no wrong block was found.",
                 "See KvobsCorruptLoads in the runbook: take the connector out, restart, clear its store.",
-                "Needs the option verify.share, and covers only the blocks that it compares: 'none' is not a proof.",
+                "Needs the option verify.sample_ratio, and covers only blocks that it compares: 'none' is no proof.",
             ),
             Query(questions.none_if_empty(worst(questions.wrong_blocks(*by_engine))), NAMED),
             unit="short",
@@ -164,8 +164,8 @@ def _effects() -> list[Panel]:
                 "A best-effort connector in quarantine: it failed, and new requests are served without it.",
                 "Red: this connector is in quarantine. 'none': no connector is in quarantine.",
                 "See its exceptions. It is enabled again automatically after its back-off.",
-                "Only connectors in the option isolate can be quarantined; a failure of another connector may crash "
-                "the engine.",
+                "Only connectors in the option best_effort can be quarantined; a failure of another one may crash the "
+                "engine.",
             ),
             Query(
                 questions.none_if_empty(worst(f"{questions.quarantine(*by_engine)} > 0")),

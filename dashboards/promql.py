@@ -19,7 +19,7 @@ SITE_LABELS = (CLUSTER, "namespace", "pod")
 CONNECTOR = "connector"
 SCHEDULER_CALLS = "|".join(SCHEDULER_HOOKS)
 """The hooks within the scheduler's step, as values of the label ``hook``."""
-WAITS = "lookup|load|resume"
+WAITS = "lookup|load|awaiting_schedule"
 """What requests wait for, as values of the label ``kind``."""
 ENGINE = f"on ({', '.join(ENGINE_LABELS)})"
 """What joins series of one engine."""

@@ -190,14 +190,18 @@ def oldest(*by: str, of: Selection = SELECTION, **labels: str) -> str:
 
 def resume_ages(*by: str) -> str:
     """Return the age of the oldest resume on engines that compute nothing: there it does not wait for others."""
-    age, steps = SELECTION.series(signals.OLDEST_IN_FLIGHT, kind="resume"), SELECTION.series(signals.STEP_SECONDS)
+    age, steps = (
+        SELECTION.series(signals.OLDEST_IN_FLIGHT, kind="awaiting_schedule"),
+        SELECTION.series(signals.STEP_SECONDS),
+    )
     return f"max by ({', '.join(by)}) ({age} unless {ENGINE} ({steps} > {steps} offset 30s))"
 
 
 def hang_ages() -> str:
     """Return the ages of the calls that engines wait for, and of what has been in progress for too long."""
     by, limits = (*by_engine, "kind"), verdicts.HANGS.limits
-    waiting = f"{oldest(*by, kind='lookup|load')} >= {limits['load']} or {resume_ages(*by)} >= {limits['resume']}"
+    unscheduled = f"{resume_ages(*by)} >= {limits['awaiting_schedule']}"
+    waiting = f"{oldest(*by, kind='lookup|load')} >= {limits['load']} or {unscheduled}"
     return f"{calls()} or {waiting}"
 
 
@@ -282,7 +286,7 @@ def measures(*by: str) -> dict[str, str]:
         "call": SELECTION.gauge(signals.CALL_IN_PROGRESS, *by, how="max"),
         "lookup": oldest(*by, kind="lookup"),
         "load": oldest(*by, kind="load"),
-        "resume": resume_ages(*by),
+        "awaiting_schedule": resume_ages(*by),
         "corrupt_blocks": SELECTION.gauge(signals.CORRUPT_BLOCKS, *by),  # since the start: it is not mended yet
         "quarantined": quarantine(*by),
         "failing_share": failing_share(*by),

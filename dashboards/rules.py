@@ -165,7 +165,7 @@ RECORDINGS = {
           / (sum without (hook) (rate(kvobs_call_duration_seconds_count{{hook=~"{SCHEDULER_CALLS}"}}[2m])) > 0)
           < {POLL_S}
           and ignoring (connector, kind) (
-            kvobs_in_flight{{kind=~"lookup|load|resume"}} > 0
+            kvobs_in_flight{{kind=~"lookup|load|awaiting_schedule"}} > 0
             unless ignoring (connector, kind)
               kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s
           )
@@ -253,7 +253,7 @@ RECORDINGS = {
           )
         )
     """,
-    "engine:kvobs_self_seconds:rate5m": "sum without (where) (rate(kvobs_self_seconds_total[5m]))",
+    "engine:kvobs_overhead_seconds:rate5m": "sum without (stage) (rate(kvobs_overhead_seconds_total[5m]))",
     "engine:kvobs_spans_dropped:rate5m": "sum without (where) (rate(kvobs_spans_dropped_total[5m]))",
 }
 """The queries of the recording rules, by names of the form level:metric:operation."""

@@ -73,7 +73,7 @@ def _resume() -> Panel:
             "Synchronous loads have no such delay.",
         ),
         of_connector(SELECTION.quantile(0.99, signals.LOAD_RESUME_DELAY, "connector"), "delay"),
-        of_connector(questions.oldest("connector", kind="resume"), "oldest", dashed=True),
+        of_connector(questions.oldest("connector", kind="awaiting_schedule"), "oldest", dashed=True),
         unit="s",
     )
 
@@ -87,7 +87,7 @@ def _held_tokens() -> Panel:
             "See the age of the oldest transfer; compare with vLLM's KV cache usage.",
             "Blocks that requests share are counted for each. An idle engine keeps its last value.",
         ),
-        of_connector(SELECTION.gauge(signals.HELD_TOKENS, "connector", kind="load|resume"), "loads"),
+        of_connector(SELECTION.gauge(signals.HELD_TOKENS, "connector", kind="load|awaiting_schedule"), "loads"),
         of_connector(SELECTION.gauge(signals.HELD_TOKENS, "connector", kind="save"), "saves", dashed=True),
         unit="short",
     )

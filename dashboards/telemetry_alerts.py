@@ -105,18 +105,18 @@ TELEMETRY = (
         # not know them: there by the most of the engines with this model and number.
         expr="""
             (
-              sum without (where) (rate(kvobs_self_seconds_total{where="record"}[5m]))
+              sum without (stage) (rate(kvobs_overhead_seconds_total{stage="record"}[5m]))
               / count without (rank) (group without (connector) (kvobs_slowest_rank_total))
-              or sum without (where) (rate(kvobs_self_seconds_total{where="record"}[5m]))
+              or sum without (stage) (rate(kvobs_overhead_seconds_total{stage="record"}[5m]))
               and kvobs_local_cache_tokens
-              or sum without (where) (rate(kvobs_self_seconds_total{where="record"}[5m]))
+              or sum without (stage) (rate(kvobs_overhead_seconds_total{stage="record"}[5m]))
               / on (__cluster__, job, model_name, engine) group_left () max by (__cluster__, job, model_name, engine) (
                 count without (rank) (group without (connector) (kvobs_slowest_rank_total))
               )
-              or sum without (where) (rate(kvobs_self_seconds_total{where="record"}[5m]))
+              or sum without (stage) (rate(kvobs_overhead_seconds_total{stage="record"}[5m]))
             ) > __self_share__
             and engine:kvobs_start_time_seconds:same5m
-            or sum without (where) (rate(kvobs_self_seconds_total{where="export"}[5m])) > __self_share__
+            or sum without (stage) (rate(kvobs_overhead_seconds_total{stage="export"}[5m])) > __self_share__
             and engine:kvobs_start_time_seconds:same5m
         """,
         hold="15m",

@@ -1,4 +1,4 @@
-"""The table of differences between kvobs and vLLM's own MultiConnector that children can see, with default options.
+"""The table of differences between kvobs and vLLM's own MultiConnector that connectors can see, with default options.
 
 The differential test (``tests/transparency``) accepts exactly these differences, by name; the table in
 ``docs/architecture.md`` is generated from it.
@@ -15,7 +15,7 @@ class Deviation:
 
     Args:
         name: the key used by tests.
-        hooks: the hooks, as in ``kvobs.vllm_api.hooks.HOOKS``, in which a child can see it.
+        hooks: the hooks, as in ``kvobs.vllm_api.hooks.HOOKS``, in which a connector can see it.
         differs: the difference from vLLM's own MultiConnector.
         why: the reason.
         unasked: what happens if a connector does it although it was not chosen, or asked.
@@ -70,7 +70,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         differs="Every connector is asked for its handshake, and gets only its ranks' handshakes.",
         why="vLLM's own class keeps the first connector's handshake only and hands it to all connectors.",
         unasked="A connector without handshakes of its ranks is not called with another connector's handshakes.",
-        test="tests/unit/routing/test_stock_faults.py::test_w10_each_child_gets_its_own_handshake_back",
+        test="tests/unit/routing/test_stock_faults.py::test_w10_each_connector_gets_its_own_handshake_back",
     ),
     Deviation(
         name="worker-events-collected",
@@ -78,7 +78,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         differs="KV cache events of the workers are collected, and each connector finds its own in the output.",
         why="vLLM's own class never collects them: they are lost.",
         unasked="Events of a connector that was not chosen count: they report blocks that it has stored.",
-        test="tests/unit/routing/test_stock_faults.py::test_w13_kv_cache_events_reach_the_child_that_made_them",
+        test="tests/unit/routing/test_stock_faults.py::test_w13_kv_cache_events_reach_the_connector_that_made_them",
     ),
     Deviation(
         name="own-stats-shown",
@@ -86,7 +86,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         differs="A connector finds its own stats or None in the output's kv_connector_stats, not all stats.",
         why="A connector that runs alone also finds its own; some raise on stats of another class, or miss theirs.",
         unasked="A connector that looks for another one's stats does not find them, as when it runs alone.",
-        test="tests/unit/routing/test_stock_faults.py::test_w22_each_child_is_shown_its_own_stats",
+        test="tests/unit/routing/test_stock_faults.py::test_w22_each_connector_is_shown_its_own_stats",
     ),
     Deviation(
         name="empty-outputs-shown",
@@ -97,13 +97,13 @@ DEVIATIONS: tuple[Deviation, ...] = (
         test="tests/transparency/test_declared.py::test_an_output_with_nothing_but_a_workers_events_is_shown",
     ),
     Deviation(
-        name="finished-counts-by-child",
+        name="finished-counts-by-connector",
         hooks=("get_finished_count", "update_connector_output"),
         differs="Each connector states its own number of reporting ranks, at most all; the output's "
         "expected_finished_count is all.",
         why="Older vLLM classes ignore it; newer ones use one number for all, and fail if two connectors differ.",
         unasked="A report beyond the stated number is one of a transfer that is over, and is left out.",
-        test="tests/unit/routing/test_stock_faults.py::test_w11_children_may_state_different_counts",
+        test="tests/unit/routing/test_stock_faults.py::test_w11_connectors_may_state_different_counts",
     ),
     Deviation(
         name="block-copies-counted",
@@ -111,10 +111,10 @@ DEVIATIONS: tuple[Deviation, ...] = (
         differs="Each connector gets its own copy operation, which copies as vLLM's does or calls it.",
         why="Copies are counted by connector.",
         unasked="Every copy is made as asked, and counted for the connector that asked for it.",
-        test="tests/transparency/test_declared.py::test_each_child_has_a_copy_operation_of_its_own",
+        test="tests/transparency/test_declared.py::test_each_connector_has_a_copy_operation_of_its_own",
     ),
     Deviation(
-        name="stray-reports-left-out",
+        name="unexpected-reports-left-out",
         hooks=("update_connector_output",),
         differs="A report of an end (by a connector without such an open load or promised save) is removed from it. A "
         "failure that it reports of another connector's load counts, and that connector's receipt is still waited for.",
@@ -127,7 +127,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         hooks=("update_connector_output",),
         differs="A save reported before its request ends is kept back until the save is promised.",
         why="vLLM's own class passes the report on, and the engine ends.",
-        unasked="A save that is never promised is counted as stray at the request's end, and has no other effect.",
+        unasked="A save that is never promised is counted as unexpected at the request's end, and has no other effect.",
         test="tests/unit/routing/test_stock_faults.py::test_w12_a_running_request_survives_an_early_report",
     ),
     Deviation(
@@ -169,7 +169,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         differs="A reset reaches every connector even if one raises; the first error is raised afterwards.",
         why="vLLM's own class skips the connectors after it.",
         unasked="Nothing: a reset is asked of every connector.",
-        test="tests/transparency/test_declared.py::test_a_reset_reaches_every_child_after_one_raised",
+        test="tests/transparency/test_declared.py::test_a_reset_reaches_every_connector_after_one_raised",
     ),
     Deviation(
         name="open-lookups-polled",
@@ -181,14 +181,14 @@ DEVIATIONS: tuple[Deviation, ...] = (
         test="tests/unit/routing/test_lookups.py::test_lookup_answered_after_the_load_is_given_the_blocks_then",
     ),
     Deviation(
-        name="isolated-children-see-less",
+        name="isolated-connectors-see-less",
         hooks=(
             *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
             *("register_finished_partial_tail", "request_finished", "request_finished_all_groups"),
             *("update_connector_output", "get_transfer_results", "get_finished"),
             *("take_events", "get_kv_connector_stats", "has_pending_block_frees", "has_pending_push_work"),
         ),
-        differs="With the option isolate, a connector in quarantine sees no new requests, and no longer sees the "
+        differs="With the option best_effort, a connector in quarantine sees no new requests, and no longer sees the "
         "requests that it knew as scheduled; after a slow call it sees no steps in which it has nothing under way.",
         why="It would end or delay the engine, or save under block tables that a failed call left incomplete.",
         unasked="It may write into blocks of another load: bad blocks that it reports fail that load.",

@@ -19,7 +19,7 @@ from kvobs.cli.trace.loads import load_traces
 from kvobs.cli.trace.reading import spans_in
 from kvobs.clock import WALL_OFFSET, wall_ns
 from kvobs.page import files
-from kvobs.page.description import place_of
+from kvobs.page.description import process_name
 from kvobs.page.layout import LOOKED
 from kvobs.page.reader import Call, CallRecord, Page
 from kvobs.vllm_api.hooks import HOOKS, Cadence
@@ -57,7 +57,7 @@ class Process:
 
     @property
     def name(self) -> str:
-        return f"{place_of(self.page.rank)}, pid {self.page.pid}"
+        return f"{process_name(self.page.rank)}, pid {self.page.pid}"
 
     @property
     def engine_name(self) -> str:

@@ -1,7 +1,7 @@
-"""``MultiConnector``, the class that vLLM loads: it builds the children and binds the hooks of its role.
+"""``MultiConnector``, the class that vLLM loads: it builds the connectors and binds the hooks of its role.
 
 The name is fixed: vLLM compares the literal string. It subclasses vLLM's own class, so that identity checks hold and
-hooks of newer vLLM versions reach the children through the inherited routing.
+hooks of newer vLLM versions reach the connectors through the inherited routing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvobs.aggregation import aggregator
 from kvobs.connector import wiring
 from kvobs.connectors import configured
-from kvobs.connectors.child import build, shut_down
 from kvobs.connectors.configured import all_support_hma, ask, read_specs, required_layout
 from kvobs.connectors.endings import must_pass
 from kvobs.connectors.fanout import hooks_of, own_attribute
+from kvobs.connectors.sub_connector import build, shut_down
 from kvobs.page.writer import STOPS
 from kvobs.probe.pure import Call
 from kvobs.routing.scheduler import SchedulerSide
@@ -62,7 +62,7 @@ class MultiConnector(stock.MultiConnector):
     """The aggregator that vLLM's executor is to use; None: vLLM's own."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        # vLLM's constructor is skipped: it would build the children itself.
+        # vLLM's constructor is skipped: it would build the connectors itself.
         KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         validated = configured.read(vllm_config.kv_transfer_config, wiring.conditions_of(vllm_config, kv_cache_config))
@@ -80,24 +80,24 @@ class MultiConnector(stock.MultiConnector):
         engine = wiring.engine_info(specs, options, vllm_config, tracing)
         built = recorders.build(engine, options, vllm_config, tracing, rank)
         activated = built.traces.activated if built.traces is not None else None
-        children = build(vllm_config, role, kv_cache_config, specs, built.recorder, activated=activated)
+        connectors = build(vllm_config, role, kv_cache_config, specs, built.recorder, activated=activated)
         try:
-            parts = wiring.Parts(children, built, validated, vllm_config, kv_cache_config)
+            parts = wiring.Parts(connectors, built, validated, vllm_config, kv_cache_config)
             self._set_up(parts, tracing, is_scheduler=is_scheduler)
         except BaseException as error:
             error.add_note("while kvobs was set up; its connectors have been shut down")
-            shut_down(children)
+            shut_down(connectors)
             raise
 
     def _set_up(self, parts: wiring.Parts, tracing: TracingSettings, *, is_scheduler: bool) -> None:
         """Build the side of this role on the connectors, and bind its hooks."""
-        children, configuration = parts.children, parts.validated.configuration
+        connectors, configuration = parts.connectors, parts.validated.configuration
         # Read by inherited code and by vLLM: the real connectors, and which one loads a request.
-        self._connectors = [child.connector for child in children]
+        self._connectors = [connector.wrapped for connector in connectors]
         self._ktc_kv_transfer_config = [spec.transfer_config for spec in parts.validated.specs]
         self._extra_async_saves: dict[str, int] = {}
         self._requests_to_connector: Any = {}
-        self._children = children
+        self._sub_connectors = connectors
         self._side: SchedulerSide | WorkerSide
         self._telemetry: SchedulerTelemetry | WorkerTelemetry
         self._bind: wiring.Bind
@@ -125,7 +125,7 @@ class MultiConnector(stock.MultiConnector):
 
     def _bound(self) -> dict[str, Call]:
         """Return the hooks, bound to the connectors' methods as they are now."""
-        return hooks_of(self._side, self._children, self._bind(), versions.hooks())
+        return hooks_of(self._side, self._sub_connectors, self._bind(), versions.hooks())
 
     def _call_first(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a hook that is called once, or any other one for the first time."""
@@ -136,7 +136,7 @@ class MultiConnector(stock.MultiConnector):
         """Bind what has been replaced; if serving ``begins`` with this call, let vLLM call the hooks themselves."""
         if begins and self._has_begun:
             return
-        changed = [child.bind() for child in self._children]
+        changed = [connector.bind() for connector in self._sub_connectors]
         if any(changed):
             self._hooks = self._bound()
         if begins:
@@ -173,8 +173,8 @@ class MultiConnector(stock.MultiConnector):
 
         Model runners of other platforms call methods of a single connector's class on the object that they find.
         """
-        children = vars(self).get("_children", ())
-        if name.startswith("_") or not (found := own_attribute(children, name)):
+        connectors = vars(self).get("_sub_connectors", ())
+        if name.startswith("_") or not (found := own_attribute(connectors, name)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return found[0]
 
@@ -185,11 +185,11 @@ class MultiConnector(stock.MultiConnector):
         except BaseException as error:  # perhaps of an isolated connector
             if must_pass(error):
                 raise
-            return all(child.ask("supports_divergent_local_hybrid_hits") for child in self._children)
+            return all(connector.ask("supports_divergent_local_hybrid_hits") for connector in self._sub_connectors)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return any(child.ask("requires_kv_delivery") for child in self._children)
+        return any(connector.ask("requires_kv_delivery") for connector in self._sub_connectors)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -210,7 +210,7 @@ class MultiConnector(stock.MultiConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the KV cache layout that the children need (such as "HND"), or None if any will do."""
+        """Return the KV cache layout that the connectors need (such as "HND"), or None if any will do."""
         return required_layout(vllm_config, read_specs(vllm_config.kv_transfer_config))
 
     @classmethod
@@ -233,7 +233,7 @@ class MultiConnector(stock.MultiConnector):
 
 
 class Choices(Mapping[str, int]):
-    """The child that loads each request, in the form of vLLM's class: for code inherited from newer versions."""
+    """The connector that loads each request, in the form of vLLM's class: for code inherited from newer versions."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -12,9 +12,9 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from kvobs import faults
 from kvobs.connectors.block_copies import BlockCopies
-from kvobs.connectors.child import Child
 from kvobs.connectors.fanout import own_methods
-from kvobs.connectors.specs import ChildSpec, StoreSizes, between_engines, load_ends_save
+from kvobs.connectors.specs import ConnectorSpec, StoreSizes, between_engines, load_ends_save
+from kvobs.connectors.sub_connector import SubConnector
 from kvobs.connectors.sync_loads import Conditions
 from kvobs.connectors.validation import Validated
 from kvobs.export import destinations, starter
@@ -23,10 +23,10 @@ from kvobs.page.description import ConnectorInfo, EngineInfo
 from kvobs.probe.layer_calls import ARGUMENTS, Stalls
 from kvobs.probe.native import choice
 from kvobs.probe.pure import Call
-from kvobs.routing.audience import Audience
 from kvobs.routing.completions import Completions, OutputView
+from kvobs.routing.hook_targets import HookTargets
 from kvobs.routing.isolation import GIVE_UP_NS, Isolation
-from kvobs.routing.lookups import Offers, OpenLookups
+from kvobs.routing.lookups import Lookups, OpenLookups
 from kvobs.routing.metadata import NextOrders
 from kvobs.routing.scheduler import EngineFacts, SchedulerSide
 from kvobs.routing.visibility import Visibility
@@ -72,7 +72,7 @@ Bind = Callable[[], Mapping[str, Call]]
 class Parts(NamedTuple):
     """What both sides are built of."""
 
-    children: Sequence[Child]
+    connectors: Sequence[SubConnector]
     recorders: Recorders
     validated: Validated
     vllm_config: VllmConfig
@@ -80,7 +80,7 @@ class Parts(NamedTuple):
 
 
 def engine_info(
-    specs: Sequence[ChildSpec], options: Options, vllm_config: VllmConfig, tracing: TracingSettings
+    specs: Sequence[ConnectorSpec], options: Options, vllm_config: VllmConfig, tracing: TracingSettings
 ) -> EngineInfo:
     """Return what an engine's metrics and their readers need to know about it."""
     server = server_of(os.getppid())
@@ -95,7 +95,7 @@ def engine_info(
             for spec in specs
         ),
         model=versions.model_name(vllm_config),
-        index=versions.engine_place(vllm_config).number,
+        index=versions.engine_position(vllm_config).number,
         load_policy=options.load_policy,
         failure_policy=str(getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", None) or ""),
         vllm_version=vllm.__version__,
@@ -109,7 +109,7 @@ def engine_info(
 
 
 def scheduler_side(
-    children: Sequence[Child],
+    connectors: Sequence[SubConnector],
     recorders: Recorders,
     validated: Validated,
     vllm_config: VllmConfig,
@@ -123,10 +123,10 @@ def scheduler_side(
     names, groups, parallel = validated.configuration.names, groups_of(kv_cache_config), vllm_config.parallel_config
     reporting = reporting_ranks(vllm_config)
     layout = CacheLayout.of(groups, parallel.world_size, getattr(parallel, "decode_context_parallel_size", 1))
-    isolates = any(child.gate is not None for child in children)
+    isolates = any(connector.gate is not None for connector in connectors)
 
-    ledger = Ledger([child.index for child in children if load_ends_save(child.connector)])
-    waited_for = tuple(InProgress[str]() for _ in children)
+    ledger = Ledger([connector.index for connector in connectors if load_ends_save(connector.wrapped)])
+    awaited = tuple(InProgress[str]() for _ in connectors)
     minimum = [options.min_tokens.get(name, 1) for name in names]
     followers: list[Observer | None] = [OfferCounts(recorder, minimum), Outcomes(names, recorder)]
     followers += [
@@ -141,50 +141,50 @@ def scheduler_side(
     gains = Gains(recorder, followed, *step_limits(vllm_config))
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
     reuse = PromptReuse(recorder, followed, *prompt_sizes)
-    open_transfers = OpenTransfers(names, ledger, waited_for, recorder, reporting, options.stuck_after_s)
+    open_transfers = OpenTransfers(names, ledger, awaited, recorder, reporting, options.stuck_after_s)
     warnings = SyncLoadWarnings(validated.unsafe) if validated.unsafe else None
-    share = options.verify.share
+    share = options.verify.sample_ratio
     sample = BlockSample(share, layout, prompt_sizes[0], reporting) if share is not None else None
     longest = getattr(vllm_config.model_config, "max_model_len", 0)
     copies = getattr(kv_cache_config, "kv_tp_replicas", 1)
     sizes = StoreSizes(recorder, specs, parallel.world_size, copies, longest)
     observer = Composed([*followers, reuse, gains, open_transfers, warnings, sample, sizes])
-    collector = _collector(children)
+    collector = _collector(connectors)
     starts = faults.contained("export")(starter.of_scheduler)(options.exporter, vllm_config)
     telemetry = SchedulerTelemetry(recorders, collector, gains, open_transfers, starter=starts, sample=sample)
 
-    visibility = [Visibility() for _ in children]
-    isolation = Isolation(children, ledger, visibility, observer, int(options.isolate_slow_ms * 1e6))
+    visibility = [Visibility() for _ in connectors]
+    isolation = Isolation(connectors, ledger, visibility, observer, int(options.best_effort_slow_ms * 1e6))
     next_orders = NextOrders()
-    offers = Offers(
-        children,
+    lookups = Lookups(
+        connectors,
         options,
         observer,
         visibility,
-        waited_for=waited_for,
+        awaited=awaited,
         # Without isolated connectors a lookup costs less.
         isolation=isolation if isolates else None,
         async_only=validated.async_only,
     )
-    view = OutputView(children, ledger, visibility, StatsParts(collector.classes), observer.stray)
+    view = OutputView(connectors, ledger, visibility, StatsParts(collector.classes), observer.unexpected)
     completions = Completions(
-        children=children,
+        connectors=connectors,
         ledger=ledger,
         view=view,
         observer=observer,
         next_orders=next_orders,
         isolation=isolation,
-        offers=offers,
+        lookups=lookups,
         layout=layout,
         ranks=parallel.world_size,
     )
-    open_lookups = OpenLookups(children, visibility, offers.answered_late)
-    may_hide = offers.may_leave_open or isolates
+    open_lookups = OpenLookups(connectors, visibility, lookups.answered_late)
+    may_hide = lookups.may_leave_open or isolates
     side = SchedulerSide(
-        children=children,
+        connectors=connectors,
         ledger=ledger,
-        offers=offers,
-        audience=Audience(children, visibility, isolation, open_lookups, ledger, may_hide=may_hide),
+        lookups=lookups,
+        targets=HookTargets(connectors, visibility, isolation, open_lookups, ledger, may_hide=may_hide),
         completions=completions,
         next_orders=next_orders,
         facts=EngineFacts(layout, reporting, all_support_hma),
@@ -195,16 +195,16 @@ def scheduler_side(
     _introduce(validated, tracing)
 
     def bind() -> Mapping[str, Call]:
-        offers.bind()
+        lookups.bind()
         view.bind()
-        collector.hooks = stats_hooks(children)
+        collector.hooks = stats_hooks(connectors)
         return {}
 
     return side, telemetry, bind
 
 
 def worker_side(
-    children: Sequence[Child],
+    connectors: Sequence[SubConnector],
     recorders: Recorders,
     validated: Validated,
     vllm_config: VllmConfig,
@@ -219,19 +219,19 @@ def worker_side(
     has_own_bytes = vllm_config.parallel_config.pipeline_parallel_size > 1 or layers_differ(groups)
     start = faults.contained("export")(starter.of_worker)
     starts = start(validated.configuration.options.exporter, vllm_config, recorders.page)
-    collector = _collector(children)
+    collector = _collector(connectors)
     telemetry = WorkerTelemetry(recorders, collector, verifier, starts)
 
     def stalls() -> Stalls:
-        targets = {hook: [c.layer_target(hook) for c in children if hook in c.implemented] for hook in ARGUMENTS}
+        targets = {hook: [c.layer_target(hook) for c in connectors if hook in c.implemented] for hook in ARGUMENTS}
         return Stalls(targets, recorders.recorder)
 
     side = WorkerSide(
-        children=children,
+        connectors=connectors,
         rank=rank,
         ids_are_unique=len(groups) <= 1,
         copies=BlockCopies(recorders.recorder, blocks, is_stock=is_stock),
-        gates=WorkerGates(children) if any(child.gate is not None for child in children) else None,
+        gates=WorkerGates(connectors) if any(connector.gate is not None for connector in connectors) else None,
         observer=telemetry,
         stats=telemetry,
         block_bytes=bytes_of_blocks(groups) if has_own_bytes else (),
@@ -240,16 +240,16 @@ def worker_side(
     def bind() -> Mapping[str, Call]:
         side.bind()
         side.waits = waits = stalls()
-        collector.hooks = stats_hooks(children)
+        collector.hooks = stats_hooks(connectors)
         return waits.fan_outs
 
     return side, telemetry, bind
 
 
-def stats_hooks(children: Sequence[Child]) -> list[tuple[str, Call]]:
+def stats_hooks(connectors: Sequence[SubConnector]) -> list[tuple[str, Call]]:
     """Return the calls for the stats of the connectors that have any, by name."""
     hook = "get_kv_connector_stats"
-    return [(child.name, getattr(child, hook)) for child in children if hook in child.implemented]
+    return [(connector.name, getattr(connector, hook)) for connector in connectors if hook in connector.implemented]
 
 
 def _verifier(
@@ -257,7 +257,7 @@ def _verifier(
 ) -> Verifier | None:
     """Return the comparison of loaded blocks on this rank, if the operator asks for it."""
     configuration = validated.configuration
-    if (share := configuration.options.verify.share) is None or kv_cache_config is None:
+    if (share := configuration.options.verify.sample_ratio) is None or kv_cache_config is None:
         return None
     layers = vllm_config.compilation_config.static_forward_context
     hidden = vllm_config.model_config.get_total_num_hidden_layers()
@@ -271,13 +271,13 @@ def _verifier(
         rank_of(vllm_config),
         recorders.recorder,
         fingerprints,
-        refuses=configuration.options.verify.fail,
+        refuses=configuration.options.verify.recomputes,
         hands_over=any(spec.transfer_config.is_kv_producer for spec in between_engines(validated.specs)),
     )
 
 
-def _collector(children: Sequence[Child]) -> Collector:
-    return Collector({child.name: class_path(type(child.connector)) for child in children})
+def _collector(connectors: Sequence[SubConnector]) -> Collector:
+    return Collector({connector.name: class_path(type(connector.wrapped)) for connector in connectors})
 
 
 def _introduce(validated: Validated, tracing: TracingSettings) -> None:
@@ -300,7 +300,7 @@ def _introduce(validated: Validated, tracing: TracingSettings) -> None:
                 "record them"
             )
             log.info(text, spec.name, ", ".join(names))
-    if isolated := ", ".join(configuration.options.isolate):
+    if isolated := ", ".join(configuration.options.best_effort):
         text = (
             "isolated connectors: %s. A connector that fails goes into quarantine. A request whose load it may have "
             "started waits up to %g s, because the connector may still write into its blocks"

@@ -1,4 +1,4 @@
-"""The block copy operation for children with a host buffer: kvobs's or vLLM's, counted and timed."""
+"""The block copy operation for connectors with a host buffer: kvobs's or vLLM's, counted and timed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ _BYTES = {direction: signals.slot(signals.BLOCK_COPY_BYTES, direction) for direc
 
 @dataclass(frozen=True)
 class BlockCopies:
-    """Make the operation for each child."""
+    """Make the operation for each connector."""
 
     recorder: Recorder
     blocks: int  # of the KV cache, to find the dimension of a cache that counts them
-    is_stock: bool = False  # whether children get vLLM's own operation wherever their caches are
+    is_stock: bool = False  # whether connectors get vLLM's own operation wherever their caches are
 
-    def operation(self, child: int, vllms: CopyBlocks) -> CopyBlocks:
-        """Return the operation for this child; ``vllms`` is vLLM's own."""
+    def operation(self, index: int, vllms: CopyBlocks) -> CopyBlocks:
+        """Return the operation for this connector; ``vllms`` is vLLM's own."""
 
         def copy_blocks(
             src_kv_caches: Caches,
@@ -42,18 +42,18 @@ class BlockCopies:
                 vllms(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, direction)
             if len(src_block_ids) == len(dst_block_ids):  # otherwise vLLM's operation silently does nothing
                 spent = perf_counter_ns() - begin
-                self._note(child, direction, spent, (src_kv_caches, dst_kv_caches), len(src_block_ids))
+                self._note(index, direction, spent, (src_kv_caches, dst_kv_caches), len(src_block_ids))
 
         return copy_blocks
 
     @contained("record")
-    def _note(self, child: int, direction: str, spent: int, caches: tuple[Caches, Caches], ids: int) -> None:
+    def _note(self, index: int, direction: str, spent: int, caches: tuple[Caches, Caches], ids: int) -> None:
         if not ids:
             return
         dims = block_dims(*caches, self.blocks)
         block = sum(cache.nbytes // cache.shape[dims[layer]] for layer, cache in caches[0].items())
-        self.recorder.count(child, _BYTES[direction], ids * block)
-        self.recorder.observe(child, signals.BLOCK_COPY_DURATION, spent, direction)
+        self.recorder.count(index, _BYTES[direction], ids * block)
+        self.recorder.observe(index, signals.BLOCK_COPY_DURATION, spent, direction)
 
 
 def block_dims(src: Caches, dst: Caches, blocks: int) -> Mapping[str, int]:

@@ -14,9 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.connectors import known
 from kvobs.connectors.answers import answer_of
-from kvobs.connectors.child import Unbuilt
 from kvobs.connectors.endings import must_pass
-from kvobs.connectors.specs import ChildSpec
+from kvobs.connectors.specs import ConnectorSpec
+from kvobs.connectors.sub_connector import Unbuilt
 from kvobs.connectors.sync_loads import SAFE, Conditions
 from kvobs.connectors.validation import (
     NotUsableError,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def read(parent: KVTransferConfig, conditions: Conditions = SAFE) -> Validated:
-    """Return the options and the children that ``parent`` configures.
+    """Return the options and the connectors that ``parent`` configures.
 
     It warns of synchronous loads that are not used, or not safe, under these conditions.
 
@@ -53,13 +53,13 @@ def read(parent: KVTransferConfig, conditions: Conditions = SAFE) -> Validated:
     return checked
 
 
-def read_specs(parent: KVTransferConfig) -> tuple[ChildSpec, ...]:
-    """Return the children that ``parent`` configures; raise ``ConfigError`` as ``read`` does."""
+def read_specs(parent: KVTransferConfig) -> tuple[ConnectorSpec, ...]:
+    """Return the connectors that ``parent`` configures; raise ``ConfigError`` as ``read`` does."""
     return tuple(read(parent).specs)
 
 
 def class_of(name: str, module: Any) -> type:
-    """Return a child's class, as vLLM finds it.
+    """Return a connector's class, as vLLM finds it.
 
     Raises:
         NotUsableError: it can't be imported, or is not a class.
@@ -107,33 +107,33 @@ def named(error: BaseException) -> str:
     return f"{type(error).__name__}: {line(error, 400)}"
 
 
-def all_support_hma(of: Iterable[ChildSpec]) -> bool:
-    """Return whether all children (at least one) support the hybrid memory allocator."""
+def all_support_hma(of: Iterable[ConnectorSpec]) -> bool:
+    """Return whether all connectors (at least one) support the hybrid memory allocator."""
     support = [
         spec.connector_class is Unbuilt or KVConnectorFactory.supports_hma_config(spec.transfer_config) for spec in of
     ]
     return bool(support) and all(support)
 
 
-def ask(spec: ChildSpec, hook: str, *args: Any) -> Any:
+def ask(spec: ConnectorSpec, hook: str, *args: Any) -> Any:
     """Return the answer of a connector's class; an isolated one that fails answers what has no effect."""
     _, read, nothing = answer_of(hook)
     try:
         answer = getattr(spec.connector_class, hook)(*args)
-        return read(answer, args) if spec.is_isolated and read is not None else answer
+        return read(answer, args) if spec.is_best_effort and read is not None else answer
     except BaseException as error:
-        if not spec.is_isolated or must_pass(error):
+        if not spec.is_best_effort or must_pass(error):
             raise
         text = "connector %r failed in %s (%s). It is isolated, so startup continues"
         once(f"ask:{spec.name}:{hook}", logging.WARNING, text, spec.name, hook, named(error))
         return nothing()
 
 
-def required_layout(vllm_config: VllmConfig, of: Iterable[ChildSpec]) -> str | None:
-    """Return the KV cache layout that the children need (such as "HND"), or None if any will do.
+def required_layout(vllm_config: VllmConfig, of: Iterable[ConnectorSpec]) -> str | None:
+    """Return the KV cache layout that the connectors need (such as "HND"), or None if any will do.
 
     Raises:
-        ConfigError: when they disagree; names each child and its layout.
+        ConfigError: when they disagree; names each connector and its layout.
     """
     needs = {spec.name: ask(spec, "get_required_kvcache_layout", spec.vllm_config(vllm_config)) for spec in of}
     if clashes := clashing_layouts(needs):

@@ -11,8 +11,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-from kvobs.connectors.child import Child
 from kvobs.connectors.endings import must_pass
+from kvobs.connectors.sub_connector import SubConnector
 from kvobs.log import log
 from kvobs.probe.pure import Call
 from kvobs.schema.signals import TIMED
@@ -20,7 +20,7 @@ from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Hook
 
 
 def hooks_of(
-    side: object, children: Sequence[Child], fan_outs: Mapping[str, Call], known_to_host: Collection[str]
+    side: object, connectors: Sequence[SubConnector], fan_outs: Mapping[str, Call], known_to_host: Collection[str]
 ) -> dict[str, Call]:
     """Return the callable of each hook that this vLLM knows, and calls on the side that the connectors were built for.
 
@@ -30,19 +30,19 @@ def hooks_of(
     hooks: dict[str, Call] = {}
     for name, hook in TIMED.items():
         rule = RULES.get(hook.combine)
-        if hook.side not in children[0].sides or name not in known_to_host:
+        if hook.side not in connectors[0].sides or name not in known_to_host:
             continue
         if name in fan_outs:
             hooks[name] = fan_outs[name]
         elif rule is None and hasattr(side, name):
             hooks[name] = getattr(side, name)
         elif rule is not None and hook.cadence is not Cadence.LAYER:
-            hooks[name] = rule(hook, children)
+            hooks[name] = rule(hook, connectors)
     return hooks
 
 
-def _each(hook: Hook, children: Sequence[Child]) -> Call:
-    calls = [getattr(child, hook.name) for child in children if hook.name in child.implemented]
+def _each(hook: Hook, connectors: Sequence[SubConnector]) -> Call:
+    calls = [getattr(connector, hook.name) for connector in connectors if hook.name in connector.implemented]
 
     def each(*args: Any, **kwargs: Any) -> None:
         for call in calls:
@@ -51,37 +51,37 @@ def _each(hook: Hook, children: Sequence[Child]) -> Call:
     return each
 
 
-def _guarded(hook: Hook, children: Sequence[Child]) -> Call:
+def _guarded(hook: Hook, connectors: Sequence[SubConnector]) -> Call:
     def guarded(*args: Any, **kwargs: Any) -> None:
-        call_all(hook.name, children, *args, **kwargs)
+        call_all(hook.name, connectors, *args, **kwargs)
 
     return guarded
 
 
-def call_all(name: str, children: Iterable[Child], *args: Any, **kwargs: Any) -> list[Any]:
-    """Call a hook of every child even if one raises, but at the end of the process; then raise the first error."""
+def call_all(name: str, connectors: Iterable[SubConnector], *args: Any, **kwargs: Any) -> list[Any]:
+    """Call a hook of every connector even if one raises, but at the end of the process; then raise the first error."""
     answers = []
     first: BaseException | None = None
-    for child in children:
+    for connector in connectors:
         try:
-            answers.append(getattr(child, name)(*args, **kwargs))
+            answers.append(getattr(connector, name)(*args, **kwargs))
         except BaseException as error:
             if must_pass(error):
                 raise
-            log.exception("connector %r raised in %s; the other connectors are still called", child.name, name)
+            log.exception("connector %r raised in %s; the other connectors are still called", connector.name, name)
             first = first or error
     if first is not None:
         raise first
     return answers
 
 
-def _any(hook: Hook, children: Sequence[Child]) -> Call:
-    calls = [getattr(child, hook.name) for child in children]
+def _any(hook: Hook, connectors: Sequence[SubConnector]) -> Call:
+    calls = [getattr(connector, hook.name) for connector in connectors]
     return lambda *args, **kwargs: any(call(*args, **kwargs) for call in calls)
 
 
-def _chain(hook: Hook, children: Sequence[Child]) -> Call:
-    calls = [getattr(child, hook.name) for child in children if hook.name in child.implemented]
+def _chain(hook: Hook, connectors: Sequence[SubConnector]) -> Call:
+    calls = [getattr(connector, hook.name) for connector in connectors if hook.name in connector.implemented]
 
     def chain(*args: Any, **kwargs: Any) -> list[Any]:
         items: list[Any] = []
@@ -92,18 +92,20 @@ def _chain(hook: Hook, children: Sequence[Child]) -> Call:
     return chain
 
 
-def own_attribute(children: Iterable[Child], name: str) -> tuple[Any] | None:
+def own_attribute(connectors: Iterable[SubConnector], name: str) -> tuple[Any] | None:
     """Return, in a tuple, an attribute that connectors have beyond vLLM's class; None if no connector has it.
 
     A method that several connectors have calls each in their order, and returns the first answer that is not None. Of
     other attributes the first connector's is returned. Exceptions of a best-effort connector's method are contained.
     """
-    found = [(child, getattr(child.connector, name)) for child in children if hasattr(child.connector, name)]
+    found = [
+        (connector, getattr(connector.wrapped, name)) for connector in connectors if hasattr(connector.wrapped, name)
+    ]
     if not found:
         return None
     if not callable(found[0][1]):
         return (found[0][1],)
-    calls = [_contained(child, name, call) if child.gate is not None else call for child, call in found]
+    calls = [_contained(connector, name, call) if connector.gate is not None else call for connector, call in found]
     return (calls[0] if len(calls) == 1 else partial(_call_each, calls),)
 
 
@@ -112,14 +114,14 @@ def _call_each(calls: Sequence[Call], *args: Any, **kwargs: Any) -> Any:
     return next((answer for answer in answers if answer is not None), None)
 
 
-def _contained(child: Child, name: str, call: Call) -> Call:
+def _contained(connector: SubConnector, name: str, call: Call) -> Call:
     def contained(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except BaseException as error:
             if must_pass(error):
                 raise
-            log.exception("isolated connector %r raised in %s, which is not a hook of vLLM", child.name, name)
+            log.exception("isolated connector %r raised in %s, which is not a hook of vLLM", connector.name, name)
             return None
 
     return contained
@@ -132,7 +134,7 @@ def own_methods(connector_class: type) -> list[str]:
     return [name for name in names if name not in HOOKS and isroutine(getattr(connector_class, name))]
 
 
-RULES: dict[Combine, Callable[[Hook, Sequence[Child]], Call]] = {
+RULES: dict[Combine, Callable[[Hook, Sequence[SubConnector]], Call]] = {
     Combine.EACH: _each,
     Combine.GUARDED: _guarded,
     Combine.ANY: _any,

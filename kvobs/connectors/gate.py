@@ -39,13 +39,13 @@ class Gate:
     another call longer than ``slow_ns``. ``began``: whether ``start_load_kv`` succeeded since this was set to False.
     """
 
-    def __init__(self, child: int, recorder: Recorder) -> None:
+    def __init__(self, index: int, recorder: Recorder) -> None:
         self.closed: frozenset[str] = frozenset()
         self.began = False
         self.slow_ns = NEVER
         self.on_failure: OnFailure | None = None
         self.on_slow: Callable[[str, int], None] = _none
-        self._child = child
+        self._index = index
         self._recorder = recorder
 
     def guard(self, hook: str, call: Call) -> Call:
@@ -74,7 +74,7 @@ class Gate:
                 spent = perf_counter_ns() - start
                 if answer is not _UNANSWERED:  # the call itself counts as successful
                     error = MalformedAnswerError(answer, allowed)
-                    self._recorder.count_error(self._child, hook, start, spent, error)
+                    self._recorder.count_error(self._index, hook, start, spent, error)
                 if self.on_failure is not None:
                     self.on_failure(hook, args, error, slow(start, spent))
                 return nothing()
@@ -89,7 +89,7 @@ class Gate:
     def fail(self, hook: str, error: BaseException) -> None:
         """Report a failure that shows after the call."""
         now = perf_counter_ns()
-        self._recorder.count_error(self._child, hook, now, 0, error)
+        self._recorder.count_error(self._index, hook, now, 0, error)
         if self.on_failure is not None:
             self.on_failure(hook, (), error, 0)
 
@@ -102,7 +102,7 @@ class Gate:
         try:
             return call(*args, **kwargs)
         except BaseException as error:
-            self._recorder.count_error(self._child, hook, begin, perf_counter_ns() - begin, error)
+            self._recorder.count_error(self._index, hook, begin, perf_counter_ns() - begin, error)
             raise
 
 

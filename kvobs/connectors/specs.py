@@ -45,23 +45,23 @@ STORES_MORE = ("secondary_tiers", "disk_path")  # options of theirs by which the
 
 
 @dataclass(frozen=True, slots=True)
-class ChildSpec:
+class ConnectorSpec:
     """One entry of ``connectors``: the class to build and its configuration."""
 
     index: int
     name: str
     connector_class: type[KVConnectorBase_V1]
     transfer_config: KVTransferConfig
-    is_isolated: bool = False
+    is_best_effort: bool = False
 
     def vllm_config(self, parent: VllmConfig) -> VllmConfig:
-        """Return vLLM's configuration with this child's own transfer configuration."""
+        """Return vLLM's configuration with this connector's own transfer configuration."""
         config = copy.copy(parent)
         config.kv_transfer_config = self.transfer_config
         return config
 
 
-def between_engines(specs: Iterable[ChildSpec]) -> list[ChildSpec]:
+def between_engines(specs: Iterable[ConnectorSpec]) -> list[ConnectorSpec]:
     """Return the connectors that transfer KV from one engine to another."""
     return [spec for spec in specs if hands_over(spec.connector_class)]
 
@@ -115,8 +115,8 @@ def is_kvobs(connector_class: type) -> bool:
     return "kvobs.connector" in [base.__module__ for base in connector_class.__mro__]
 
 
-def why_not_isolated(spec: ChildSpec) -> str | None:
-    """Return why this child can't be isolated; None if it can."""
+def why_not_isolated(spec: ConnectorSpec) -> str | None:
+    """Return why this connector can't be isolated; None if it can."""
     if spec.transfer_config.kv_role == "kv_producer":
         return "has kv_role kv_producer: another engine waits for what it saves"
     if name_among(spec.connector_class, ("MultiConnector",)) is not None:
@@ -142,7 +142,7 @@ def name_among(connector_class: type, names: Container[str]) -> str | None:
     return next((base.__name__ for base in connector_class.__mro__ if base.__name__ in names), None)
 
 
-def name_of_size(spec: ChildSpec) -> str:
+def name_of_size(spec: ConnectorSpec) -> str:
     """Return the name under which a class states its size; empty if it states none."""
     return name_among(spec.connector_class, STATED_BYTES) or ""
 
@@ -169,7 +169,7 @@ class StoreSizes(Observer):
     """
 
     def __init__(
-        self, recorder: Recorder, specs: Sequence[ChildSpec], ranks: int, copies: int, longest: int = 0
+        self, recorder: Recorder, specs: Sequence[ConnectorSpec], ranks: int, copies: int, longest: int = 0
     ) -> None:
         self._recorder, self._specs, self._ranks, self._copies = recorder, specs, ranks, copies
         self._longest = longest
@@ -188,7 +188,7 @@ class StoreSizes(Observer):
                 text = too_small(size, tokens, self._longest)
                 once(f"small:{spec.name}", logging.WARNING, "connector %r: %s", spec.name, text)  # it is laid out twice
 
-    def _stated_bytes(self, spec: ChildSpec) -> int:
+    def _stated_bytes(self, spec: ConnectorSpec) -> int:
         """Return how many bytes a connector stores in memory, or a folder, by its options; 0 if unknown."""
         options, name = spec.transfer_config.kv_connector_extra_config, name_of_size(spec)
         # With MLA it may store one copy.

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
-from kvobs.connectors.specs import ChildSpec, why_not_isolated
+from kvobs.connectors.specs import ConnectorSpec, why_not_isolated
 from kvobs.schema import kinds
 from kvobs.schema.config import PATH
 from kvobs.schema.findings import Finding
@@ -98,17 +98,17 @@ def _answers(lookup: ast.AST) -> Iterator[bool | None]:
                 yield None
 
 
-def async_only(of: Sequence[ChildSpec], conditions: Conditions) -> frozenset[int]:
-    """Return the isolated children whose synchronous offers are not used.
+def async_only(of: Sequence[ConnectorSpec], conditions: Conditions) -> frozenset[int]:
+    """Return the isolated connectors whose synchronous offers are not used.
 
-    If such a load fails, vLLM does not recompute it rightly, or other children may have saved its unfilled blocks.
+    If such a load fails, vLLM does not recompute it rightly, or other connectors may have saved its unfilled blocks.
     """
     savers = {spec.index for spec in of if spec.transfer_config.kv_role != "kv_consumer"}
     is_unsafe = danger(conditions) is not None
-    return frozenset(spec.index for spec in of if spec.is_isolated and (is_unsafe or savers - {spec.index}))
+    return frozenset(spec.index for spec in of if spec.is_best_effort and (is_unsafe or savers - {spec.index}))
 
 
-def unused_offers(of: Sequence[ChildSpec], conditions: Conditions, refused: Container[int]) -> Iterator[Finding]:
+def unused_offers(of: Sequence[ConnectorSpec], conditions: Conditions, refused: Container[int]) -> Iterator[Finding]:
     """Warn about isolated connectors whose synchronous loads are ``refused``, unless they make none."""
     why = danger(conditions) or SIBLINGS
     other = "give the other connectors kv_role kv_consumer" if why is SIBLINGS else why.setting
@@ -124,10 +124,12 @@ def unused_offers(of: Sequence[ChildSpec], conditions: Conditions, refused: Cont
                 else "whose synchronous loads, if it makes any, are ignored"
             )
             cure = fix if is_sync else f"if it makes any, {fix}"
-            yield kinds.UNUSED_OFFERS.at(f"{PATH}.kvobs.isolate", fix=cure, name=spec.name, hits=hits, harm=why.harm)
+            yield kinds.UNUSED_OFFERS.at(
+                f"{PATH}.kvobs.best_effort", fix=cure, name=spec.name, hits=hits, harm=why.harm
+            )
 
 
-def unsafe_loads(of: Sequence[ChildSpec], conditions: Conditions, policy: object) -> dict[int, Finding]:
+def unsafe_loads(of: Sequence[ConnectorSpec], conditions: Conditions, policy: object) -> dict[int, Finding]:
     """Return the warnings about connectors that may load synchronously where a failed load is not recomputed rightly.
 
     They are by the connector's position. ``policy`` is vLLM's ``kv_load_failure_policy``. Isolation needs "recompute",
@@ -136,13 +138,13 @@ def unsafe_loads(of: Sequence[ChildSpec], conditions: Conditions, policy: object
     why = danger(conditions)
     if policy != "recompute" or why is None or why is SEVERAL_GROUPS:  # with several groups the engine ends
         return {}
-    isolates = any(spec.is_isolated for spec in of)
+    isolates = any(spec.is_best_effort for spec in of)
     warnings = {}
     for spec in of:
-        if not spec.is_isolated and loads_synchronously(spec.connector_class) is not False:
+        if not spec.is_best_effort and loads_synchronously(spec.connector_class) is not False:
             instead = 'set it to "fail"'
             if isolates:
-                instead = f"add {spec.name!r} to {PATH}.kvobs.isolate; its hits are then ignored"
+                instead = f"add {spec.name!r} to {PATH}.kvobs.best_effort; its hits are then ignored"
             fix = f"{instead}, or {why.setting}"
             warnings[spec.index] = kinds.NOT_RECOMPUTED.at(
                 "kv_load_failure_policy", fix=fix, name=spec.name, harm=why.harm

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvobs.connectors.known import cure, is_misspelt
-from kvobs.connectors.specs import ChildSpec, is_kvobs, what_it_is, why_not_isolated
+from kvobs.connectors.specs import ConnectorSpec, is_kvobs, what_it_is, why_not_isolated
 from kvobs.connectors.sync_loads import (
     SAFE,
     Conditions,
@@ -60,11 +60,13 @@ class Validated:
     policy: object = "fail"  # vLLM's kv_load_failure_policy
     entries: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)  # with a class, by position: name
     transfers: dict[int, Any] = field(default_factory=dict)  # the valid transfer configurations of these, by position
-    specs: list[ChildSpec] = field(default_factory=list)  # the children whose entry is valid and whose class is known
+    specs: list[ConnectorSpec] = field(
+        default_factory=list
+    )  # the connectors whose entry is valid and whose class is known
     mistakes: list[Finding] = field(default_factory=list)  # they stop startup
     warnings: list[Finding] = field(default_factory=list)  # settings without the intended effect
     absent: dict[str, Finding] = field(default_factory=dict)  # isolated connectors replaced by the stand-in: problem
-    async_only: frozenset[int] = frozenset()  # the children whose synchronous loads are not used
+    async_only: frozenset[int] = frozenset()  # the connectors whose synchronous loads are not used
     unsafe: dict[int, Finding] = field(default_factory=dict)  # those whose are not recomputed rightly: warning
 
 
@@ -79,11 +81,11 @@ def validate(
     configuration, mistakes = config.validate(extra)
     checked = Validated(configuration, policy, mistakes=mistakes)
     options, place = configuration.options, f"{PATH}.kvobs"
-    if options.verify.fail and options.verify.share is None:
-        checked.mistakes.append(kinds.NO_SHARE.at(f"{place}.verify.share", "a share above 0 and up to 1"))
+    if options.verify.recomputes and options.verify.sample_ratio is None:
+        checked.mistakes.append(kinds.NO_SHARE.at(f"{place}.verify.sample_ratio", "a number above 0 and up to 1"))
     for needs_it, why in (
-        (options.isolate, f"loads of the connectors in {place}.isolate may fail"),
-        (options.verify.fail, f"{place}.verify.fail lets loads fail"),
+        (options.best_effort, f"loads of the connectors in {place}.best_effort may fail"),
+        (options.verify.recomputes, f"{place}.verify.on_mismatch 'recompute' lets loads fail"),
     ):
         if needs_it and policy != "recompute":
             checked.mistakes.append(kinds.NEEDS_RECOMPUTE.at(_POLICY, "'recompute'", found=policy, why=why))
@@ -122,8 +124,8 @@ def find_classes(
     options = checked.configuration.options
     for spec in checked.specs:
         cls = spec.connector_class.__name__
-        if spec.is_isolated and (why := why_not_isolated(spec)):
-            checked.mistakes.append(kinds.ISOLATED.at(f"{PATH}.kvobs.isolate", name=spec.name, cls=cls, why=why))
+        if spec.is_best_effort and (why := why_not_isolated(spec)):
+            checked.mistakes.append(kinds.ISOLATED.at(f"{PATH}.kvobs.best_effort", name=spec.name, cls=cls, why=why))
         if spec.name in options.min_tokens and (why := what_it_is(spec.connector_class)):
             checked.mistakes.append(kinds.MINIMUM.at(f"{PATH}.kvobs.min_tokens.{spec.name}", cls=cls, why=why))
     checked.async_only = async_only(checked.specs, conditions)
@@ -140,13 +142,13 @@ def path_of(index: int) -> str:
 
 
 def _find_class(checked: Validated, index: int, class_of: Callable[[str, Any], type], stand_in: type | None) -> None:
-    """Add the child at this position, or the error in its class."""
+    """Add the connector at this position, or the error in its class."""
     name, entry = checked.entries[index]
-    path, is_isolated = path_of(index), name in checked.configuration.options.isolate
+    path, is_best_effort = path_of(index), name in checked.configuration.options.best_effort
     try:
         connector_class = class_of(entry["kv_connector"], entry.get("kv_connector_module_path"))
     except NotUsableError as error:
-        if not (is_isolated and stand_in is not None and error.is_import):
+        if not (is_best_effort and stand_in is not None and error.is_import):
             checked.mistakes.append(error.at(path))
             return
         checked.absent[name] = error.at(path)
@@ -154,15 +156,19 @@ def _find_class(checked: Validated, index: int, class_of: Callable[[str, Any], t
     if is_kvobs(connector_class):
         checked.mistakes.append(kinds.KVOBS_WITHIN.at(f"{path}.kv_connector"))
     elif index in checked.transfers:
-        checked.specs.append(ChildSpec(index, name, connector_class, checked.transfers[index], is_isolated))
+        checked.specs.append(ConnectorSpec(index, name, connector_class, checked.transfers[index], is_best_effort))
 
 
-def _engine_id(engines: str | None, childs: Any) -> Any:
-    """Return the child's engine id with the engine's data-parallel suffix; the engine's if it has none."""
-    if childs is None:
+def _engine_id(engines: str | None, connectors: Any) -> Any:
+    """Return the connector's engine id with the engine's data-parallel suffix; the engine's if it has none."""
+    if connectors is None:
         return engines
     suffix = _DATA_PARALLEL_SUFFIX.search(engines or "")
-    return childs if suffix is None or not isinstance(childs, str) or childs.endswith(suffix[0]) else childs + suffix[0]
+    return (
+        connectors
+        if suffix is None or not isinstance(connectors, str) or connectors.endswith(suffix[0])
+        else connectors + suffix[0]
+    )
 
 
 def transfer_config(entry: Mapping[str, Any], path: str, transfer_class: Any) -> tuple[Any | None, list[Finding]]:

@@ -57,7 +57,7 @@ class Fault:
     name: str
     says: str
     ranks: int
-    is_isolated: bool
+    is_best_effort: bool
     shown_by: tuple[signals.Signal, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of kvobs that find it."""
@@ -74,7 +74,7 @@ FAULTS = {
         Fault("slow-rank", "cpu's loads end 1.2 s later on rank 1 of two", 2, False,
               (signals.SLOWEST_RANK, signals.RANK_SKEW, signals.LOAD_DURATION)),
         Fault("wrong-bytes", "cpu's loads succeed, and bring the bytes of other blocks", 1, False,
-              (signals.CORRUPT_BLOCKS, signals.VERIFIED_BLOCKS, signals.LOADS), {"verify": {"share": 1.0}},
+              (signals.CORRUPT_BLOCKS, signals.VERIFIED_BLOCKS, signals.LOADS), {"verify": {"sample_ratio": 1.0}},
               "wrong bytes"),
     )
 }  # fmt: skip
@@ -325,19 +325,19 @@ def multi_connector(*connectors: dict[str, Any], names: Sequence[str] = NAMES) -
     }
 
 
-def child(kv_connector: str, **extra: Any) -> dict[str, Any]:
+def entry(kv_connector: str, **extra: Any) -> dict[str, Any]:
     return {"kv_connector": kv_connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def host_memory(size: int = HOST_MEMORY) -> dict[str, Any]:
     """Return vLLM's offloading to host memory, with the spec that makes it run on a CPU; size in bytes."""
     spec = {"spec_name": "HostOffloadingSpec", "spec_module_path": "kvobs.demo.host_offload"}
-    return child("OffloadingConnector", cpu_bytes_to_use=size, **spec)
+    return entry("OffloadingConnector", cpu_bytes_to_use=size, **spec)
 
 
 def files(path: Path) -> dict[str, Any]:
     """Return vLLM's file-based connector, which keeps whole prompts in a folder; for tensor parallel 1 only."""
-    return child("ExampleConnector", shared_storage_path=str(path))
+    return entry("ExampleConnector", shared_storage_path=str(path))
 
 
 def with_fault(fault: Fault, work: Path) -> dict[str, Any]:
@@ -349,8 +349,8 @@ def with_fault(fault: Fault, work: Path) -> dict[str, Any]:
     # The file-based one can't serve with several ranks.
     config = multi_connector(faulty, files(work / "disk") if fault.ranks == 1 else host_memory())
     config["kv_connector_extra_config"]["kvobs"] |= fault.options
-    if fault.is_isolated:
-        config["kv_connector_extra_config"]["kvobs"]["isolate"] = [NAMES[0]]
+    if fault.is_best_effort:
+        config["kv_connector_extra_config"]["kvobs"]["best_effort"] = [NAMES[0]]
         config["kv_load_failure_policy"] = "recompute"
     return config
 
@@ -387,5 +387,5 @@ def on_one_core(ranks: int) -> dict[str, str]:
     return {CORES: "|".join(str(core) for core in cores(1) * ranks)}
 
 
-ON_A_GPU = multi_connector(child("OffloadingConnector", cpu_bytes_to_use=10 * 2**30), names=NAMES[:1])
+ON_A_GPU = multi_connector(entry("OffloadingConnector", cpu_bytes_to_use=10 * 2**30), names=NAMES[:1])
 """What anybody may paste on a GPU, where vLLM needs no spec of kvobs; ExampleConnector needs chunked prefill off."""

@@ -20,19 +20,19 @@ from kvobs.page.reader import OtherVersionError, Page, names_of
 from kvobs.page.rows import Key
 from kvobs.page.span_ring import SpanReader
 from kvobs.schema import signals
-from kvobs.schema.signals import CALL_DURATION, OTHER_VALUE, SERIES, SERIES_AT_MOST, Kind, Scope, place
+from kvobs.schema.signals import CALL_DURATION, OTHER_VALUE, SERIES, SERIES_AT_MOST, Kind, Scope, word
 from kvobs.schema.spans import Record
 
 Positions = Mapping[str, tuple[tuple[int, int], tuple[int, int]]]
 """Where to read on in each ring of spans, by a page's name."""
-_RECORD = signals.slot(signals.SELF_SECONDS, "record")
+_RECORD = signals.slot(signals.OVERHEAD_SECONDS, "record")
 
 
 @cache
 def _slots(connectors: int, signal_kind: Kind) -> Any:
     """Return the slots of all gauges, or of the numbers of timed calls (for histograms), as an array."""
     found = []
-    for scope, children in ((Scope.PROCESS, (None,)), (Scope.CHILD, tuple(range(connectors)))):
+    for scope, indices in ((Scope.PROCESS, (None,)), (Scope.CONNECTOR, tuple(range(connectors)))):
         for series in SERIES[scope]:
             if signal_kind is Kind.GAUGE and series.signal.kind is Kind.GAUGE:
                 widths = 1
@@ -40,7 +40,7 @@ def _slots(connectors: int, signal_kind: Kind) -> Any:
                 widths = series.signal.sum_offset
             else:
                 continue
-            firsts = [series.first if child is None else place(child, series.first) for child in children]
+            firsts = [series.first if connector is None else word(connector, series.first) for connector in indices]
             found += [first + i for first in firsts for i in range(widths)]
     return np.array(found, np.int64)
 
@@ -147,12 +147,12 @@ class Engine:
                 if key in total:
                     total[key] += n
                     continue
-                signal, child, values = key
+                signal, index, values = key
                 other = (OTHER_VALUE,) * len(values)
-                known = self._rows.setdefault((signal, child), {other})
+                known = self._rows.setdefault((signal, index), {other})
                 if len(known) <= SERIES_AT_MOST:
                     known.add(values)
-                at = key if values in known else (signal, child, other)
+                at = key if values in known else (signal, index, other)
                 total[at] = total.get(at, 0) + n
         return total
 

@@ -16,7 +16,7 @@ from threading import Event, Thread
 from kvobs import faults
 from kvobs.export.engine import Engine
 from kvobs.log import log, once
-from kvobs.page.description import End, place_of
+from kvobs.page.description import End, process_name
 from kvobs.page.layout import STEPS
 from kvobs.page.previous import SHOWN_S, UNKNOWN, described
 from kvobs.page.reader import Call, Page
@@ -90,7 +90,7 @@ class EngineWatch:
         expected = (None, *range(info.ranks)) if info is not None and self._engine.has_core else ()
         states = {**dict.fromkeys(expected, NOT_SEEN), **steps, **calls}
         states |= dict.fromkeys(self._stopped, STOPPED)
-        return {place_of(rank): state for rank, state in states.items()}
+        return {process_name(rank): state for rank, state in states.items()}
 
     def ended(self, wait_s: float = 2.0) -> End | None:
         """Log and return why the engine ended, now that it is gone; None: as far as is known, vLLM stopped it."""
@@ -117,12 +117,12 @@ class EngineWatch:
         for rank, since_ns in self._stopped.items():
             if now - since_ns > HANGS_NS:
                 message = "%s is stopped (SIGSTOP, or a debugger); the engine waits for it"
-                once(f"stopped:{rank}", logging.ERROR, message, place_of(rank))
+                once(f"stopped:{rank}", logging.ERROR, message, process_name(rank))
         for call in calls:
             if now - call.since_ns > HANGS_NS:
                 age_s = (now - call.since_ns) / 1e9
                 message = "connector %r has been in %s on %s for %.0f s; the engine waits for it"
-                once(f"hangs:{call}", logging.ERROR, message, *call[:2], place_of(call.rank), age_s)
+                once(f"hangs:{call}", logging.ERROR, message, *call[:2], process_name(call.rank), age_s)
 
     def _await(self, seconds: float) -> None:
         """Wait for the end of a process; note the first that did not end as it should."""

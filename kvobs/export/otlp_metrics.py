@@ -18,7 +18,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvobs import faults
-from kvobs.export.totals import Mark, Point
+from kvobs.export.totals import Point, TracedValue
 from kvobs.log import once
 from kvobs.schema import __version__, spans
 from kvobs.schema.signals import Kind, Signal, labelnames
@@ -161,6 +161,6 @@ def _row(signal: Signal, point: Point, begin_ns: int, now_ns: int) -> Any:
     return otlp.HistogramDataPoint(attributes, begin_ns, now_ns, *content)
 
 
-def _exemplar(mark: Mark) -> Exemplar:
+def _exemplar(mark: TracedValue) -> Exemplar:
     trace_id, span_id = int(mark.trace_id, 16), int(mark.span_id, 16)
     return Exemplar({}, mark.value, int(mark.time_s * 1e9), span_id=span_id, trace_id=trace_id)

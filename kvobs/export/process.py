@@ -29,7 +29,7 @@ from kvobs.export.engine import Engine, Positions, engines_of, servers
 from kvobs.export.engine_watch import EngineWatch
 from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, Server, holder, is_reached_from_elsewhere
 from kvobs.export.otlp_metrics import MetricsPush
-from kvobs.export.span_export import make_cutter
+from kvobs.export.span_export import make_converter
 from kvobs.export.span_reading import SpanReading
 from kvobs.export.totals import Exposition, Point, Totals
 from kvobs.log import log, once
@@ -178,8 +178,8 @@ class Exporter:
     def _trace(self, info: EngineInfo) -> None:
         """Begin to export spans, if the engine is traced."""
         if self._spans is None and info.has_spans:
-            cutter = make_cutter(info.endpoint, info.model, self._drop_spans)
-            self._spans = SpanReading(cutter, self._count_for, self._keep)
+            converter = make_converter(info.endpoint, info.model, self._drop_spans)
+            self._spans = SpanReading(converter, self._count_for, self._keep)
 
     def _begin_push(self) -> None:
         heads = [served.engine.head for served in self._served.values()]
@@ -276,7 +276,7 @@ class Exporter:
         for served in tuple(self._served.values()):
             served.totals.set_gauge(signals.ENGINE_UP, int(served.engine.is_alive))
             if self._spans is not None and served.engine.has_core:
-                served.totals.set_gauge(signals.SPANS_QUEUED, self._spans.cutter.queued)
+                served.totals.set_gauge(signals.SPANS_QUEUED, self._spans.converter.queued)
 
     def _health(self) -> tuple[bool, dict[str, Any]]:
         engines = [
@@ -290,7 +290,7 @@ class Exporter:
             if (head := served.engine.head) is not None and (info := head.engine)
         ]
         is_up = any(engine["state"] == "alive" for engine in engines)
-        queued = self._spans.cutter.queued if self._spans is not None else 0
+        queued = self._spans.converter.queued if self._spans is not None else 0
         state = {"engines": engines, "spans_queued": queued, "spans_dropped": self._dropped, "version": __version__}
         return is_up, state
 
@@ -302,7 +302,7 @@ class Exporter:
         ended = time.monotonic()
         self._export_spans(is_last=lingers)
         if self._spans is not None:
-            self._spans.cutter.close()
+            self._spans.converter.close()
         self._keep()
         if self._push is not None:
             self._push.close()

@@ -36,8 +36,8 @@ from kvobs.vllm_api import versions
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvobs.connectors.specs import ChildSpec
-    from kvobs.export.span_export import SpanCutter
+    from kvobs.connectors.specs import ConnectorSpec
+    from kvobs.export.span_export import SpanConverter
     from kvobs.export.span_reading import SpanReading
 
 _METRICS = tuple(signal for signal in SIGNALS if signal.scope is not Scope.EXPORTER)
@@ -59,12 +59,12 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
         *,
-        of: Sequence[ChildSpec],
+        of: Sequence[ConnectorSpec],
         options: Options,
     ) -> None:
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues, {})
         self._forget_last_engine()
-        self._define_childrens(vllm_config, metric_types, of)
+        self._define_each(vllm_config, metric_types, of)
         # Several API servers expose files of prometheus_client, and Ray exposes metrics of its classes.
         is_seen = metric_types[Counter] is Counter and not versions.has_multiprocess_metrics()
         if is_seen and not isinstance(options.exporter, ExporterOptions):
@@ -78,10 +78,10 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
         while cls._shown:
             cls._shown.pop().close()
 
-    def _define_childrens(
-        self, vllm_config: VllmConfig, metric_types: Mapping[Any, Any], of: Sequence[ChildSpec]
+    def _define_each(
+        self, vllm_config: VllmConfig, metric_types: Mapping[Any, Any], of: Sequence[ConnectorSpec]
     ) -> None:
-        """Let each child define its metrics, with its own series."""
+        """Let each connector define its metrics, with its own series."""
         shared = self._shared(metric_types)
         for spec in of:
             values = {engine: [*labels, spec.name] for engine, labels in self.per_engine_labelvalues.items()}
@@ -130,9 +130,9 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
         """Record one step's stats of one engine."""
         for name, value in transfer_stats_data.items():
             if name != RESERVED_NAME and name in self._prom_metrics:
-                self._observe_child(name, value, engine_idx)
+                self._observe_connector(name, value, engine_idx)
 
-    def _observe_child(self, name: str, value: Any, engine: int) -> None:
+    def _observe_connector(self, name: str, value: Any, engine: int) -> None:
         try:
             self._prom_metrics[name].observe(as_dict(value), engine)
         except Exception:
@@ -153,8 +153,8 @@ class Shown:
         self.collector = TotalsCollector(self._totals.values, _METRICS)
         self._locks: list[files.Lock] = []
         self._is_over, self._reading = Event(), Lock()
-        self._cutter = self._make_cutter(tracing, next(iter(models.values()), "")) if tracing.is_on else None
-        self._spans = self._read_spans(self._cutter) if self._cutter is not None else None
+        self._converter = self._make_converter(tracing, next(iter(models.values()), "")) if tracing.is_on else None
+        self._spans = self._read_spans(self._converter) if self._converter is not None else None
         self._summaries = {index: Summary() for index in models}
         Thread(target=_run, args=(weakref.ref(self), self._is_over), name="kvobs-spans", daemon=True).start()
 
@@ -172,24 +172,24 @@ class Shown:
         self.export_spans(is_last=not any(totals.engine.is_alive for totals in self._totals.values()))
         with self._reading:
             self._spans = None
-        if self._cutter is not None:
-            self._cutter.close()
+        if self._converter is not None:
+            self._converter.close()
         for lock in self._locks:
             lock.release()
         self._locks = []
 
     @faults.contained("export")
-    def _make_cutter(self, tracing: TracingSettings, model: str) -> SpanCutter:
-        from kvobs.export.span_export import make_cutter
+    def _make_converter(self, tracing: TracingSettings, model: str) -> SpanConverter:
+        from kvobs.export.span_export import make_converter
 
-        cutter = make_cutter(tracing.endpoint, model, self._drop_spans)
-        atexit.register(_close, weakref.ref(self))  # it is called before the cutter's own
-        return cutter
+        converter = make_converter(tracing.endpoint, model, self._drop_spans)
+        atexit.register(_close, weakref.ref(self))  # it is called before the converter's own
+        return converter
 
-    def _read_spans(self, cutter: SpanCutter) -> SpanReading:
+    def _read_spans(self, converter: SpanConverter) -> SpanReading:
         from kvobs.export.span_reading import SpanReading
 
-        return SpanReading(cutter)
+        return SpanReading(converter)
 
     @faults.contained("export")
     def _drop_spans(self, where: str, n: int) -> None:

@@ -42,7 +42,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _SCOPE = InstrumentationScope(spans.SCOPE, __version__)
 
 
-class SpanCutter:
+class SpanConverter:
     """Converts records to spans, and passes them to the exporter; every span has the ``attributes``.
 
     ``dropped`` is called for lost spans, also from the exporter's thread. ``to`` is where they go, for the log.
@@ -75,7 +75,7 @@ class SpanCutter:
         self._closing.start()
         atexit.register(self.close)
 
-    def cut(self, groups: Iterable[Sequence[Record]], engine: int) -> list[Record]:
+    def convert(self, groups: Iterable[Sequence[Record]], engine: int) -> list[Record]:
         """Export records, group by group; return those for which the queue had room."""
         exported: list[Record] = []
         for records in groups:
@@ -194,10 +194,10 @@ def _listen_to_exporters() -> None:
             logging.getLogger(name).addFilter(_is_logged)
 
 
-def make_cutter(endpoint: str | None, model: str, dropped: Dropped) -> SpanCutter:
+def make_converter(endpoint: str | None, model: str, dropped: Dropped) -> SpanConverter:
     """Return what exports the spans of an engine with this model; raises what ``make_exporter`` does."""
     to = endpoint_shown(endpoint)
-    return SpanCutter(make_exporter(endpoint), {spans.GEN_AI_MODEL: model}, dropped, to=to)
+    return SpanConverter(make_exporter(endpoint), {spans.GEN_AI_MODEL: model}, dropped, to=to)
 
 
 def make_exporter(endpoint: str | None) -> SpanExporter:

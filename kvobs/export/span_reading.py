@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from kvobs.export.span_export import SpanCutter
+from kvobs.export.span_export import SpanConverter
 from kvobs.export.totals import Totals
 from kvobs.page.layout import ORDINARY, URGENT
 from kvobs.schema import signals
@@ -18,7 +18,7 @@ from kvobs.telemetry.tracing.journal import GROUP_AT_MOST, PER_SECOND, RESERVED
 
 LAST_S = 3.0
 """How long the last spans of engines that have ended are read, at most."""
-_EXPORT = signals.slot(signals.SELF_SECONDS, "export")
+_EXPORT = signals.slot(signals.OVERHEAD_SECONDS, "export")
 _MISSED = signals.slot(signals.SPANS_DROPPED, "missed")
 T = TypeVar("T")
 Count = Callable[[Totals, int, int], None]
@@ -26,19 +26,19 @@ Count = Callable[[Totals, int, int], None]
 
 
 class SpanReading:
-    """Hands the spans of engines to ``cutter``; of all engines together as many as one process may write.
+    """Hands the spans of engines to ``converter``; of all engines together as many as one process may write.
 
     Before spans are handed over ``noted`` is called: who reads on after this process has ended reads none twice.
     """
 
     def __init__(
         self,
-        cutter: SpanCutter,
+        converter: SpanConverter,
         count: Count = Totals.count,
         noted: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.cutter = cutter
+        self.converter = converter
         self._count, self._noted, self._clock = count, noted, clock
         self._room, self._since = float(PER_SECOND), clock()
         self._missed: dict[Totals, int] = {}
@@ -59,7 +59,7 @@ class SpanReading:
             return False
         self._noted()
         for totals, group in taken:
-            for record in self.cutter.cut([group], _index(totals)):
+            for record in self.converter.convert([group], _index(totals)):
                 totals.mark(record, time.time())
         self._count(taken[0][0], _EXPORT, time.perf_counter_ns() - begin_ns)
         return True
@@ -67,7 +67,7 @@ class SpanReading:
     def finish(self, engines: Sequence[Totals]) -> None:
         """Export all that is left, if the collector takes it in time."""
         until = self._clock() + LAST_S
-        while (self.go_on(engines, is_last=True) or not self._has_place(0)) and self._clock() < until:
+        while (self.go_on(engines, is_last=True) or not self._has_room(0)) and self._clock() < until:
             time.sleep(0.02)
 
     def _take(self, engines: Sequence[Totals], *, is_last: bool) -> Iterator[tuple[Totals, list[Record]]]:
@@ -77,16 +77,16 @@ class SpanReading:
         self._since = now
         for ring, reserved in ((URGENT, 0), (ORDINARY, RESERVED)):
             groups = in_turns(_of_engine(totals, ring) for totals in engines)
-            while self._has_place(n) if is_last else self._room > reserved:
+            while self._has_room(n) if is_last else self._room > reserved:
                 if (taken := next(groups, None)) is None:
                     break
                 self._room -= len(taken[1])
                 n += len(taken[1])
                 yield taken
 
-    def _has_place(self, n: int) -> bool:
+    def _has_room(self, n: int) -> bool:
         """Return whether the queue has room for a group after this many spans; an empty one takes any group."""
-        return self.cutter.room >= n + GROUP_AT_MOST or not (self.cutter.queued or n)
+        return self.converter.room >= n + GROUP_AT_MOST or not (self.converter.queued or n)
 
 
 def _index(totals: Totals) -> int:

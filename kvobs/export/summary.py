@@ -14,7 +14,7 @@ from kvobs.log import log
 from kvobs.page.rows import Key
 from kvobs.schema import signals
 from kvobs.schema.percentiles import percentile
-from kvobs.schema.signals import CHILD_WIDTH, Scope, Signal, place
+from kvobs.schema.signals import CONNECTOR_WIDTH, Scope, Signal, word
 
 DEFAULT_S = 10.0
 _INTERVAL = "VLLM_LOG_STATS_INTERVAL"
@@ -70,8 +70,8 @@ def summarize(
     """Return name -> key -> number of every connector that was used; ``counts`` are by slot."""
     summaries = {}
     for i, name in enumerate(connectors):
-        errors = sum(n for (signal, child, _), n in rows.items() if signal is signals.CALL_ERRORS and child == i)
-        if summary := _summary(counts[place(i, 0) : place(i, CHILD_WIDTH)], errors):
+        errors = sum(n for (signal, index, _), n in rows.items() if signal is signals.CALL_ERRORS and index == i)
+        if summary := _summary(counts[word(i, 0) : word(i, CONNECTOR_WIDTH)], errors):
             summaries[name] = summary
     return summaries
 
@@ -95,7 +95,7 @@ def _summary(counts: Sequence[int], errors: int) -> dict[str, int | float]:
 
 def _total(counts: Sequence[int], signal: Signal, value: str = "", offset: int = 0) -> int:
     """Sum the slots at this offset of a signal's series with this label value, or of all."""
-    series = (s for s in signals.SERIES[Scope.CHILD] if s.signal is signal and (not value or value in s.values))
+    series = (s for s in signals.SERIES[Scope.CONNECTOR] if s.signal is signal and (not value or value in s.values))
     return sum(counts[s.first + offset] for s in series)
 
 

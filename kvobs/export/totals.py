@@ -21,7 +21,7 @@ from kvobs.export.engine import Engine
 from kvobs.export.engine_watch import EngineWatch
 from kvobs.page.description import SCHEDULER, EngineInfo
 from kvobs.schema import signals
-from kvobs.schema.signals import SERIES, SIGNALS, Kind, Scope, Series, Signal, hook_label, labelnames, place
+from kvobs.schema.signals import SERIES, SIGNALS, Kind, Scope, Series, Signal, hook_label, labelnames, word
 from kvobs.schema.spans import CONNECTOR, Record, observed_in
 
 FRESH_S = 0.2
@@ -33,7 +33,7 @@ _BOUNDS = {
 _VERSION = signals.slot(signals.INTERNAL_ERRORS, "version")
 
 
-class Mark(NamedTuple):
+class TracedValue(NamedTuple):
     """An exemplar: a duration in seconds, whose span has this trace and span id."""
 
     value: float
@@ -53,7 +53,7 @@ class Point(NamedTuple):
     labels: tuple[str, ...]
     value: float
     buckets: Sequence[int] = ()
-    marks: Mapping[int, Mark] = {}
+    marks: Mapping[int, TracedValue] = {}
 
 
 class Totals:
@@ -76,7 +76,7 @@ class Totals:
         self._model = model
         self._lock = Lock()
         self._own = Counter(own)
-        self._marks: dict[tuple[Series, int], dict[int, Mark]] = {}
+        self._marks: dict[tuple[Series, int], dict[int, TracedValue]] = {}
         self._gauges: dict[Signal, float] = {}
 
     def count(self, slot: int, n: int) -> None:
@@ -95,7 +95,7 @@ class Totals:
         series, name, info = observed_in(record), str(record.attributes.get(CONNECTOR)), self.engine.info
         if series is None or info is None or name not in info.names:
             return
-        mark = Mark(record.observed_ns * series.signal.unit, time_s, record.trace_id, record.span_id)
+        mark = TracedValue(record.observed_ns * series.signal.unit, time_s, record.trace_id, record.span_id)
         with self._lock:
             marks = self._marks.setdefault((series, info.names.index(name)), {})
             marks[series.signal.bucket(record.observed_ns)] = mark
@@ -123,16 +123,16 @@ class Totals:
         with self._lock:
             for slot, n in (*self._own.items(), (_VERSION, self.engine.refused)):
                 counts[slot] += n
-            for child, series, at in _places(len(info.connectors)):
+            for index, series, at in _series_words(len(info.connectors)):
                 signal = series.signal
                 values = counts[at : at + series.width]
                 if not any(values):
                     continue
                 named = (
-                    (*labels, info.connectors[child].name, *series.values) if child >= 0 else (*labels, *series.values)
+                    (*labels, info.connectors[index].name, *series.values) if index >= 0 else (*labels, *series.values)
                 )
                 if signal.kind is Kind.HISTOGRAM:
-                    marks = dict(self._marks.get((series, child), {}))
+                    marks = dict(self._marks.get((series, index), {}))
                     points[signal].append(Point(named, values[-1] * signal.unit, values[:-1], marks))
                     continue
                 number = values[0] - (signal.kind is Kind.GAUGE)
@@ -140,8 +140,8 @@ class Totals:
                     # An age grows while the engine hangs; not while it is stopped.
                     number = max(0, now_ns - max(number, halted_ns))
                 points[signal].append(Point(named, number * signal.unit))
-        for (signal, child, texts), n in self.engine.rows().items():
-            points[signal].append(Point((*labels, info.connectors[child].name, *texts), n * signal.unit))
+        for (signal, index, texts), n in self.engine.rows().items():
+            points[signal].append(Point((*labels, info.connectors[index].name, *texts), n * signal.unit))
         for signal, value in tuple(self._gauges.items()):
             points[signal].append(Point(labels, value))
 
@@ -177,13 +177,13 @@ class Totals:
             points[signals.ENGINE_ENDED] = [Point((*labels, *values), 1 if ended else 2)]
 
 
-def _places(connectors: int) -> Iterator[tuple[int, Series, int]]:
+def _series_words(connectors: int) -> Iterator[tuple[int, Series, int]]:
     """Yield each series with the position of its connector (-1: none) and its first slot."""
     for series in SERIES[Scope.PROCESS]:
         yield -1, series, series.first
-    for child in range(connectors):
-        for series in SERIES[Scope.CHILD]:
-            yield child, series, place(child, series.first)
+    for connector in range(connectors):
+        for series in SERIES[Scope.CONNECTOR]:
+            yield connector, series, word(connector, series.first)
 
 
 class TotalsCollector(Collector):

@@ -123,6 +123,6 @@ FIELDS = tuple(field.name for kind in (ProcessInfo, EngineInfo, ConnectorInfo, E
 """Of a description: readers need them all."""
 
 
-def place_of(rank: int | None) -> str:
+def process_name(rank: int | None) -> str:
     """Return the name of a process in texts."""
     return SCHEDULER if rank is None else f"rank {rank}"

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from kvobs.page import calls
 from kvobs.page.description import FIELDS
-from kvobs.schema.signals import OPEN_COUNTERS, TABLE_DIGEST, place
+from kvobs.schema.signals import DYNAMIC_COUNTERS, TABLE_DIGEST, word
 from kvobs.schema.spans import Record
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 
@@ -56,36 +56,36 @@ VERSION = zlib.crc32(repr((5, *_FORM)).encode())
 
 
 class Layout:
-    """The positions of the words of a page with this many connectors, and this many places in its ring of calls.
+    """The positions of the words of a page with this many connectors, and this many positions in its ring of calls.
 
     ``counts`` is where the counts of the ``slots`` begin. The first rows of open series are for further values, one for
     each connector and signal. ``ring`` is the ring of calls. ``words`` is the number of words.
     """
 
-    def __init__(self, connectors: int, places: int = 0) -> None:
-        self.connectors, self.calls = connectors, places
+    def __init__(self, connectors: int, positions: int = 0) -> None:
+        self.connectors, self.calls = connectors, positions
         self.counts = MARKS + 2 * connectors * len(HOOK_NAMES)
-        self.slots = place(connectors, 0)
+        self.slots = word(connectors, 0)
         self.rows = self.counts + self.slots
-        self.row_count = connectors * len(OPEN_COUNTERS) + ROWS
+        self.row_count = connectors * len(DYNAMIC_COUNTERS) + ROWS
         *spans, self.ring = accumulate(
             [RING_BYTES + size // WORD for size in SPAN_BYTES], initial=self.rows + self.row_count * ROW
         )
         self._spans = spans
-        self.words = self.ring + places * calls.WORDS
+        self.words = self.ring + positions * calls.WORDS
 
     def spans(self, ring: int) -> int:
         """Return the position of a ring of spans."""
         return self._spans[ring]
 
     @staticmethod
-    def marks(child: int, hook: str) -> int:
+    def marks(index: int, hook: str) -> int:
         """Return the position of a call's two marks: its last start, and the latest start of a call that ended.
 
         The call is in progress while the first is later. Of calls that overlap, on two threads or within each other,
         the one that began last is seen. Layer hooks, called hundreds of times a step, mark only their start.
         """
-        return MARKS + 2 * (child * len(HOOK_NAMES) + HOOK_NAMES.index(hook))
+        return MARKS + 2 * (index * len(HOOK_NAMES) + HOOK_NAMES.index(hook))
 
     @staticmethod
     def fan_outs(hook: str) -> int:

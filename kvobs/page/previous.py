@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvobs import faults
 from kvobs.log import log
-from kvobs.page.description import End, ProcessInfo, place_of
+from kvobs.page.description import End, ProcessInfo, process_name
 from kvobs.page.layout import LOOKED
 from kvobs.page.reader import Page, pages
 
@@ -93,7 +93,7 @@ def _end_of(page: Page) -> _Found | None:
 
 def described(end: End) -> str:
     """Return the end of an engine as the end of a sentence."""
-    where = place_of(end.rank)
+    where = process_name(end.rank)
     if end.connector:
         return f" in {end.hook} of connector {end.connector!r} on {where}: {end.reason}"
     return f", in no connector's call ({where}: {end.reason})"

@@ -173,8 +173,8 @@ class Page:
         return MARKS <= at < self.layout.counts
 
     def _call(self, at: int) -> tuple[str, str]:
-        child, hook = divmod((at - MARKS) // 2, len(HOOK_NAMES))
-        return self.names[child], HOOK_NAMES[hook]
+        index, hook = divmod((at - MARKS) // 2, len(HOOK_NAMES))
+        return self.names[index], HOOK_NAMES[hook]
 
     def raised(self) -> Call | None:
         """Return the last exception, if it crashes the engine: no call, or no step of a worker, has begun since.

@@ -11,9 +11,9 @@ from threading import Lock
 from typing import Any
 
 from kvobs.page.layout import ROW, ROW_COUNT, ROW_KEY, ROW_LENGTH, ROW_TEXT, TEXT, WORD, Layout
-from kvobs.schema.signals import OPEN_COUNTERS, OTHER_VALUE, SERIES_AT_MOST, Signal
+from kvobs.schema.signals import DYNAMIC_COUNTERS, OTHER_VALUE, SERIES_AT_MOST, Signal
 
-_CHILDREN = 1 << 32  # a row's key is its signal's number times this, and the connector's position
+_CONNECTORS = 1 << 32  # a row's key is its signal's number times this, and the connector's position
 _BETWEEN = "\0"  # label values
 
 Key = tuple[Signal, int, tuple[str, ...]]
@@ -27,17 +27,17 @@ class Rows:
         self._words = words
         self._bytes = words.cast("B")
         self._first = layout.rows
-        self._left = layout.row_count - layout.connectors * len(OPEN_COUNTERS)
+        self._left = layout.row_count - layout.connectors * len(DYNAMIC_COUNTERS)
         self._next = layout.rows + (layout.row_count - self._left) * ROW
         self._at: dict[Key, int] = {}
         self._lock = Lock()
 
-    def add(self, signal: Signal, child: int, values: tuple[str, ...], n: int) -> None:
+    def add(self, signal: Signal, index: int, values: tuple[str, ...], n: int) -> None:
         """Add to a series, or to the series of further values if there is no room for another one."""
-        at = self._at.get((signal, child, values))
+        at = self._at.get((signal, index, values))
         if at is None:
             with self._lock:
-                at = self._at.get((signal, child, values)) or self._begin(signal, child, values)
+                at = self._at.get((signal, index, values)) or self._begin(signal, index, values)
         self._words[at] += n
 
     def known(self, signal: Signal) -> int:
@@ -47,22 +47,22 @@ class Rows:
     def __contains__(self, key: Key) -> bool:
         return key in self._at
 
-    def _begin(self, signal: Signal, child: int, values: tuple[str, ...]) -> int:
+    def _begin(self, signal: Signal, index: int, values: tuple[str, ...]) -> int:
         """Begin a row; return the position of its count."""
-        alike = sum(key[:2] == (signal, child) for key in self._at)
-        number = OPEN_COUNTERS.index(signal)
+        alike = sum(key[:2] == (signal, index) for key in self._at)
+        number = DYNAMIC_COUNTERS.index(signal)
         if alike < SERIES_AT_MOST and self._left:
             at, self._next, self._left = self._next, self._next + ROW, self._left - 1
         else:
             values = (OTHER_VALUE,) * len(signal.labels)
-            at = self._at.get((signal, child, values), self._first + (child * len(OPEN_COUNTERS) + number) * ROW)
+            at = self._at.get((signal, index, values), self._first + (index * len(DYNAMIC_COUNTERS) + number) * ROW)
         if not self._words[at + ROW_LENGTH]:
             encoded = _encode(values)
             begin = (at + ROW_TEXT) * WORD
             self._bytes[begin : begin + len(encoded)] = encoded
-            self._words[at + ROW_KEY] = number * _CHILDREN + child
+            self._words[at + ROW_KEY] = number * _CONNECTORS + index
             self._words[at + ROW_LENGTH] = len(encoded) + 1
-        self._at[signal, child, values] = at + ROW_COUNT
+        self._at[signal, index, values] = at + ROW_COUNT
         return at + ROW_COUNT
 
 
@@ -101,10 +101,10 @@ class RowReader:
                 yield key, n
 
     def _key(self, row: list[int]) -> Key | None:
-        number, child = divmod(row[ROW_KEY], _CHILDREN)
+        number, index = divmod(row[ROW_KEY], _CONNECTORS)
         text = struct.pack(f"{ROW - ROW_TEXT}q", *row[ROW_TEXT:])[: row[ROW_LENGTH] - 1]
         values = tuple(text.decode(errors="ignore").split(_BETWEEN))
-        if not (0 <= number < len(OPEN_COUNTERS) and child < self._connectors):
+        if not (0 <= number < len(DYNAMIC_COUNTERS) and index < self._connectors):
             return None
-        signal = OPEN_COUNTERS[number]
-        return (signal, child, values) if len(values) == len(signal.labels) else None
+        signal = DYNAMIC_COUNTERS[number]
+        return (signal, index, values) if len(values) == len(signal.labels) else None

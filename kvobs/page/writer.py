@@ -18,7 +18,7 @@ from typing import Any
 from kvobs import faults
 from kvobs.log import once
 from kvobs.page import files, layout, previous
-from kvobs.page.description import ConnectorInfo, EngineInfo, Identity, ProcessInfo, place_of
+from kvobs.page.description import ConnectorInfo, EngineInfo, Identity, ProcessInfo, process_name
 from kvobs.page.layout import HEAD, MAGIC, SPAN_BYTES, VERSION, WORD, Layout
 from kvobs.page.reader import SURVIVED
 from kvobs.page.rows import Rows
@@ -69,7 +69,7 @@ class PageWriter:
         return self.process.rank
 
     def add(self, slot: int, n: int) -> None:
-        """Add to a slot (see ``signals.place``)."""
+        """Add to a slot (see ``signals.word``)."""
         self.add_at(self.layout.counts + slot, n)
 
     def add_at(self, at: int, n: int) -> None:
@@ -83,19 +83,19 @@ class PageWriter:
         """Set a gauge; for an age, set the time of its start. A word of 0 is a gauge that was never set."""
         self.words[self.layout.counts + slot] = value + 1
 
-    def raised(self, child: int, hook: str, error: BaseException) -> None:
+    def raised(self, index: int, hook: str, error: BaseException) -> None:
         """Note the exception of a call if it crashes the engine, and log that before vLLM gets it."""
-        if isinstance(error, STOPS) or child in self._contained or hook in SURVIVED or _was_unwinding(error):
+        if isinstance(error, STOPS) or index in self._contained or hook in SURVIVED or _was_unwinding(error):
             return
         name, words = type(error).__qualname__, self.words
         bytes_, at = words.cast("B"), layout.RAISED_CLASS * WORD
         bytes_[at : at + layout.NAME] = name.encode(errors="replace")[: layout.NAME].ljust(layout.NAME, b"\0")
-        words[layout.RAISED_IN] = self.marks(child, hook)
+        words[layout.RAISED_IN] = self.marks(index, hook)
         words[layout.RAISED_STEPS] = words[layout.STEPS] + bool(words[layout.SINCE])
         words[layout.RAISED] = perf_counter_ns()
         text = "connector %r raised %s in %s on %s; this crashes the engine"
-        connector = self.process.engine.connectors[child].name
-        once(f"ends:{child}:{hook}", logging.ERROR, text, connector, name, hook, place_of(self.rank))
+        connector = self.process.engine.connectors[index].name
+        once(f"ends:{index}:{hook}", logging.ERROR, text, connector, name, hook, process_name(self.rank))
 
     @faults.contained("record")
     def catch_up(self) -> None:
@@ -177,7 +177,7 @@ def begin(vllm_config: Any, process: ProcessInfo, contained: Collection[int] = (
         if process.rank is None:
             process = previous.noted(process, identity.server)
         files.clean(path, identity.server, *(previous.sought(process) or ()))
-        place = place_of(process.rank).replace(" ", "")
+        place = process_name(process.rank).replace(" ", "")
         name = f"{identity.server}-{identity.number}-{place}"
         memory, remove = files.create(path, name, size_of(process))
     page = PageWriter(process, contained, memory, remove)

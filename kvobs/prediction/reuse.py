@@ -26,7 +26,7 @@ import numpy as np
 SAMPLES_AT_MOST = 9216
 _THINNED_TO = SAMPLES_AT_MOST // 3  # removing many at once costs less
 _PLACES = 2 * SAMPLES_AT_MOST  # uses after which samples get new numbers
-_SPAN = 64  # places whose weights have one sum
+_SPAN = 64  # positions whose weights have one sum
 _RUNS_PER_DEPTH = 8  # a run has an eighth of the blocks before it, at least one
 
 
@@ -52,8 +52,9 @@ class ReuseDistances:
         self._runs = [end - start for start, end in pairwise(ends)]
         self._sampled = [(start + end) // 2 for start, end in pairwise(ends)]  # the depth of the block for the run
         self._last: dict[int, int] = {}  # the first 8 bytes of a sampled block's hash -> place of its last use
-        self._next = self._thinned = 0  # places from `_thinned` on are of samples that were not scaled
-        # By place: these bytes, how many blocks the sample stands for (0: it was used again), and the factor of that.
+        self._next = self._thinned = 0  # positions from `_thinned` on are of samples that were not scaled
+        # By position: these bytes, how many blocks the sample stands for (0: it was used again), and the factor of
+        # that.
         self._hashes = array("Q", bytes(8 * _PLACES))
         self._weights = array("q", bytes(8 * _PLACES))
         self._scales = array("i", [1]) * _PLACES
@@ -70,16 +71,16 @@ class ReuseDistances:
         used = bisect_left(self._sampled, blocks)
         runs = self._runs[:used]
         runs[-1] += blocks - self._ends[used - 1]
-        keys, places = self._places(hashes, 0, used)
+        keys, positions = self._positions(hashes, 0, used)
         lowest, distance, size, seen = self._next, 0, 0, 0
         thinned, limit = self._thinned, self._sizes[0]
-        for place, run, end in zip(places, runs, self._ends, strict=False):
-            if place is None:
+        for position, run, end in zip(positions, runs, self._ends, strict=False):
+            if position is None:
                 continue
-            weight = run if place >= thinned else run * self._scales[place]
-            if place < lowest:
-                distance += weight if place == lowest - 1 else self._between(place, lowest)
-                lowest = place
+            weight = run if position >= thinned else run * self._scales[position]
+            if position < lowest:
+                distance += weight if position == lowest - 1 else self._between(position, lowest)
+                lowest = position
                 while distance > limit:  # the run's first blocks are nearer than its last
                     nearer = max(0, weight - (distance - limit))
                     counted[size] += nearer
@@ -91,38 +92,38 @@ class ReuseDistances:
         rest = blocks - self._excess - sum(counted[:-1])
         counted[-1] = max(0, rest)
         self._excess = min(counted[-1] - rest, self._largest // 4)
-        self._use(keys, runs, places)
+        self._use(keys, runs, positions)
         return Reuse(counted, min(seen, blocks))
 
     def use(self, hashes: Sequence[bytes], first: int, end: int) -> None:
         """Note the use of the blocks from ``first`` to ``end`` without looking them up: the blocks of an answer."""
         begin, end = (bisect_left(self._sampled, depth) for depth in (first, end))
         if begin < end:
-            keys, places = self._places(hashes, begin, end)
-            self._use(keys, self._runs[begin:end], places)
+            keys, positions = self._positions(hashes, begin, end)
+            self._use(keys, self._runs[begin:end], positions)
 
-    def _places(self, hashes: Sequence[bytes], begin: int, end: int) -> tuple[array[int], list[int | None]]:
-        """Return the keys of these samples and the places of their last uses, after making room for them."""
+    def _positions(self, hashes: Sequence[bytes], begin: int, end: int) -> tuple[array[int], list[int | None]]:
+        """Return the keys of these samples and the positions of their last uses, after making room for them."""
         if self._next + end - begin > _PLACES or len(self._last) + end - begin > SAMPLES_AT_MOST:
             self._thin()
         keys = array("Q", b"".join([hashes[depth][:8] for depth in self._sampled[begin:end]]))
         return keys, list(map(self._last.get, keys))
 
     def _between(self, begin: int, end: int) -> int:
-        """Return the sum of the weights from one place to another."""
+        """Return the sum of the weights from one position to another."""
         first, last = begin // _SPAN + 1, end // _SPAN
         if first > last:
             return sum(self._weights[begin:end])
         ends = sum(self._weights[begin : first * _SPAN]) + sum(self._weights[last * _SPAN : end])
         return ends + sum(self._sums[first:last])
 
-    def _use(self, keys: array[int], runs: list[int], places: list[int | None]) -> None:
+    def _use(self, keys: array[int], runs: list[int], positions: list[int | None]) -> None:
         """Note a use of these blocks; the first one counts as used last."""
         weights, sums = self._weights, self._sums
-        for place in places:
-            if place is not None:
-                sums[place // _SPAN] -= weights[place]
-                weights[place] = 0
+        for position in positions:
+            if position is not None:
+                sums[position // _SPAN] -= weights[position]
+                weights[position] = 0
         begin, end = self._next, self._next + len(keys)
         self._hashes[begin:end] = keys[::-1]
         weights[begin:end] = array("q", runs[::-1])

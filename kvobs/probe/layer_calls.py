@@ -29,7 +29,7 @@ WAITS = {
 class LayerCall(NamedTuple):
     """A connector that implements a layer hook, and its call."""
 
-    child: int
+    connector_index: int
     call: Call
 
 
@@ -48,7 +48,7 @@ class LayerCalls:
         probe, self.fan_out = recorder.probe, NOTHING[hook]
         if targets:
             self.fan_out = probe.fan_out(timed, self._fan_outs)
-        of_layers = dict(zip([target.child for target in targets], timed, strict=True))
+        of_layers = dict(zip([target.connector_index for target in targets], timed, strict=True))
         step_hook, signal = WAITS[hook]
         rows = [
             Wait(
@@ -57,7 +57,7 @@ class LayerCalls:
                 recorder.histogram(i, signal),
                 pack(recorder.page.marks(i, hook), 0),
             )
-            for i in range(recorder.children)
+            for i in range(recorder.connectors)
         ]
         self._waits = probe.waits(tuple(rows), self._fan_outs, buckets(signal), signal.sum_offset)
 
@@ -71,16 +71,16 @@ class LayerCalls:
             self._before, self.last_ns = fan_outs, self._recorder.words[self._fan_outs + 1] + WALL_OFFSET
         return times
 
-    def _notice(self, child: int, start: int, spent: int, _: object = None) -> int:
+    def _notice(self, index: int, start: int, spent: int, _: object = None) -> int:
         """Count a call if it is slow; return its time without pauses."""
         try:
             recorder, listener = self._recorder, self._recorder.listener
-            ran, is_slow = recorder.count_slow(child, self.hook, start, spent)
+            ran, is_slow = recorder.count_slow(index, self.hook, start, spent)
             if listener is not None and listener.traces_all:
-                self._every.setdefault(child, []).append((start, spent))
+                self._every.setdefault(index, []).append((start, spent))
             if listener is not None and is_slow:
                 more = {LAYER: recorder.words[self._fan_outs] - self._before}
-                listener.note(CallEvent(child, self.hook, start + WALL_OFFSET, spent, True, more=more))
+                listener.note(CallEvent(index, self.hook, start + WALL_OFFSET, spent, True, more=more))
         except Exception:
             faults.contain("record")
             return spent
@@ -89,7 +89,7 @@ class LayerCalls:
     def _note_all(self) -> None:
         """Pass a summary of the step's calls to the listener, which receives every call."""
         every, self._every = self._every, {}
-        for child, calls in every.items():
+        for index, calls in every.items():
             took = [spent for _, spent in calls]
             (start, _), (last, spent), slowest = calls[0], calls[-1], max(took)
             more = {
@@ -99,7 +99,7 @@ class LayerCalls:
                 SLOWEST_LAYER_DURATION: slowest / 1e9,
             }
             wall_ns, whole_ns = start + WALL_OFFSET, last + spent - start
-            event = CallEvent(child, self.hook, wall_ns, whole_ns, False, more=more, is_many=True)
+            event = CallEvent(index, self.hook, wall_ns, whole_ns, False, more=more, is_many=True)
             if self._recorder.listener is not None:
                 self._recorder.listener.note(event)
 
@@ -131,7 +131,7 @@ class Stalls:
                 self.last_load_ns = {}
                 return {}
             last_ns = self._loads.last_ns
-            self.last_load_ns = dict.fromkeys([target.child for target in self._loads.targets], last_ns)
+            self.last_load_ns = dict.fromkeys([target.connector_index for target in self._loads.targets], last_ns)
         except Exception:
             faults.contain("record")
             return {}

@@ -1,7 +1,7 @@
 """Time and count every call into a connector, and detect slow and failed calls: the hot path.
 
 All numbers are words of the process's page, where others read them. An error in here is contained: it never reaches the
-child, the caller, or vLLM.
+connector, the caller, or vLLM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvobs.probe import native
 from kvobs.probe.pauses import Pauses
 from kvobs.probe.pure import Call, Target
 from kvobs.schema import signals
-from kvobs.schema.signals import CALL_DURATION, Signal, place
+from kvobs.schema.signals import CALL_DURATION, Signal, word
 from kvobs.vllm_api.hooks import Cadence
 
 SUM = CALL_DURATION.sum_offset
@@ -40,7 +40,7 @@ _CALLS = {name: signals.slot(CALL_DURATION, signals.hook_label(name)) for name i
 
 NEVER = 2**63 - 1  # ns
 
-ERROR_TYPES_AT_MOST = 64  # different (child, hook, error type); the ones after that are counted as OTHER_VALUE
+ERROR_TYPES_AT_MOST = 64  # different (connector, hook, error type); the ones after that are counted as OTHER_VALUE
 _NAME_AT_MOST = 64
 
 
@@ -51,7 +51,7 @@ class CallEvent(NamedTuple):
     further span attributes. With ``is_many`` it summarizes several calls.
     """
 
-    child: int
+    connector_index: int
     hook: str
     start_ns: int
     spent_ns: int
@@ -80,7 +80,7 @@ class Recorder:
 
     def __init__(
         self,
-        children: int,
+        connectors: int,
         slow_ns: int = NEVER,
         names: tuple[str, ...] = (),
         *,
@@ -93,114 +93,114 @@ class Recorder:
         self.pauses = Pauses()  # none, until this process is watched
         self.listener = listener
         self.traces_all = listener is not None and listener.traces_all
-        self.children = children
-        self._names = names or tuple(map(str, range(children)))
+        self.connectors = connectors
+        self._names = names or tuple(map(str, range(connectors)))
         self.page = page if page is not None else PageWriter(describe(plain(self._names), 0))
         self.words, self._first = self.page.words, self.page.layout.counts
         self.probe = native.probe(self.words, self.page.layout.ring, buckets(CALL_DURATION), SUM)
-        firsts = [place(child, 0) for child in range(children)]
-        self._firsts: dict[int | None, int] = {None: self._first}  # positions of the slots from 0 on, by child
+        firsts = [word(index, 0) for index in range(connectors)]
+        self._firsts: dict[int | None, int] = {None: self._first}  # positions of the slots from 0 on, by connector
         self._firsts.update(enumerate([self._first + first for first in firsts]))
 
-    def count(self, child: int | None, slot: int, n: int = 1) -> None:
-        """Add ``n`` to a slot (see ``signals.slot``) of the child at this position, or of this process."""
+    def count(self, index: int | None, slot: int, n: int = 1) -> None:
+        """Add ``n`` to a slot (see ``signals.slot``) of the connector at this position, or of this process."""
         try:
-            self.page.add_at(self._firsts[child] + slot, n)
+            self.page.add_at(self._firsts[index] + slot, n)
         except Exception:
             faults.contain("record")
 
     @contained("record")
-    def observe(self, child: int, signal: Signal, ns: int, *values: str) -> None:
-        """Add a duration to a histogram of this child."""
-        ns, first = max(0, ns), self._firsts[child] + signals.slot(signal, *values)
+    def observe(self, index: int, signal: Signal, ns: int, *values: str) -> None:
+        """Add a duration to a histogram of this connector."""
+        ns, first = max(0, ns), self._firsts[index] + signals.slot(signal, *values)
         self.page.add_at(first + signal.bucket(ns), 1)
         self.page.add_at(first + signal.sum_offset, ns)
 
     @contained("record")
-    def count_open(self, child: int, signal: Signal, *values: str, n: int = 1) -> None:
+    def count_dynamic(self, index: int, signal: Signal, *values: str, n: int = 1) -> None:
         """Add to a series whose label values are known at run time only."""
-        self.page.rows.add(signal, child, values, n)
+        self.page.rows.add(signal, index, values, n)
 
     @contained("record")
-    def set_gauge(self, child: int | None, slot: int, value: int) -> None:
-        """Set a gauge of this child, or of this process; an age's to its start, 0 for none."""
-        self.page.set_gauge(slot if child is None else place(child, slot), value)
+    def set_gauge(self, index: int | None, slot: int, value: int) -> None:
+        """Set a gauge of this connector, or of this process; an age's to its start, 0 for none."""
+        self.page.set_gauge(slot if index is None else word(index, slot), value)
 
-    def calls(self, child: int, hook: str) -> int:
-        """Return the position of the histogram of this hook's calls into this child."""
-        return self._firsts[child] + _CALLS[hook]
+    def calls(self, index: int, hook: str) -> int:
+        """Return the position of the histogram of this hook's calls into this connector."""
+        return self._firsts[index] + _CALLS[hook]
 
-    def histogram(self, child: int, signal: Signal) -> int:
-        """Return the position of a histogram of this child."""
-        return self._firsts[child] + signals.slot(signal)
+    def histogram(self, index: int, signal: Signal) -> int:
+        """Return the position of a histogram of this connector."""
+        return self._firsts[index] + signals.slot(signal)
 
-    def target(self, child: int, hook: str, call: Call, notice: Callable[[int, int, Any], int] | None = None) -> Target:
+    def target(self, index: int, hook: str, call: Call, notice: Callable[[int, int, Any], int] | None = None) -> Target:
         """Return ``call`` with what counts it; ``notice`` replaces the usual one."""
-        marks, histogram = self.page.marks(child, hook), self._firsts[child] + _CALLS[hook]
+        marks, histogram = self.page.marks(index, hook), self._firsts[index] + _CALLS[hook]
         noticed_ns = -1 if self.traces_all else self.slow_ns[hook]
-        notice = notice if notice is not None else partial(self.notice, child, hook)
-        return Target(call, marks, histogram, noticed_ns, notice, partial(self.failed, child, hook))
+        notice = notice if notice is not None else partial(self.notice, index, hook)
+        return Target(call, marks, histogram, noticed_ns, notice, partial(self.failed, index, hook))
 
-    def timed(self, child: int, hook: str, call: Call) -> Call:
+    def timed(self, index: int, hook: str, call: Call) -> Call:
         """Return ``call`` with every call timed and its errors counted; answers and errors pass untouched."""
-        return self.probe.timed(*self.target(child, hook, call))
+        return self.probe.timed(*self.target(index, hook, call))
 
-    def notice(self, child: int, hook: str, start: int, spent: int, subject: Any = None) -> int:
+    def notice(self, index: int, hook: str, start: int, spent: int, subject: Any = None) -> int:
         """Count a call if it is slow, pass it to the listener, and return its time without pauses (see ``_ran_ns``)."""
         try:
-            ran, is_slow = self.count_slow(child, hook, start, spent)
+            ran, is_slow = self.count_slow(index, hook, start, spent)
             if self.listener is not None:
-                self.listener.note(CallEvent(child, hook, start + WALL_OFFSET, spent, is_slow, subject=subject))
+                self.listener.note(CallEvent(index, hook, start + WALL_OFFSET, spent, is_slow, subject=subject))
         except Exception:
             faults.contain("record")
             return spent
         return ran
 
-    def count_slow(self, child: int, hook: str, start: int, spent: int) -> tuple[int, bool]:
+    def count_slow(self, index: int, hook: str, start: int, spent: int) -> tuple[int, bool]:
         """Count a call if it is slow; return its time without pauses, and whether it is."""
         ran = self._ran_ns(hook, start, spent)
         if is_slow := ran > self.slow_ns[hook]:
-            self._slow(child, hook, start, ran)
+            self._slow(index, hook, start, ran)
         return ran, is_slow
 
-    def add_call(self, child: int, hook: str, start: int, spent: int) -> None:
+    def add_call(self, index: int, hook: str, start: int, spent: int) -> None:
         """Count a call."""
-        ran, _ = self.count_slow(child, hook, start, spent)
-        self.observe(child, CALL_DURATION, ran, signals.hook_label(hook))
+        ran, _ = self.count_slow(index, hook, start, spent)
+        self.observe(index, CALL_DURATION, ran, signals.hook_label(hook))
 
     def _ran_ns(self, hook: str, start: int, spent: int) -> int:
         """Return a call's time; without pauses of the process if it would be slow with them."""
         return self.pauses.ran_ns(start, spent) if spent > self.slow_ns[hook] else spent
 
-    def _slow(self, child: int, hook: str, start: int, spent: int) -> None:
+    def _slow(self, index: int, hook: str, start: int, spent: int) -> None:
         """Count a slow call; log the first of this hook that is not explained by waiting for a core."""
-        self.count(child, signals.slot(signals.SLOW_CALLS, signals.hook_label(hook)))
+        self.count(index, signals.slot(signals.SLOW_CALLS, signals.hook_label(hook)))
         level, key, more = logging.WARNING, "slow", ". Further slow calls are only counted (kvobs_slow_calls_total)"
         if spent - self.pauses.waited_ns(start, spent) <= self.slow_ns[hook]:
             level, key, more = logging.INFO, "starved", ", possibly because the host was short of CPU"
         text = f"connector %r: %s took %.0f ms, more than slow_call_ms (%g){more}"
-        once(f"{key}:{child}:{hook}", level, text, self._names[child], hook, spent / 1e6, self.slow_ns[hook] / 1e6)
+        once(f"{key}:{index}:{hook}", level, text, self._names[index], hook, spent / 1e6, self.slow_ns[hook] / 1e6)
 
     @contained("record")
     def failed(  # noqa: PLR0917 - the probe passes them by position
-        self, child: int, hook: str, start: int, spent: int, error: BaseException, subject: Any = None
+        self, index: int, hook: str, start: int, spent: int, error: BaseException, subject: Any = None
     ) -> None:
         """Count a call that ended with an exception."""
-        self.page.raised(child, hook, error)
-        self.probe.note(start, spent, pack(self.page.marks(child, hook), has_raised=True))
-        self.add_call(child, hook, start, spent)
-        self.count_error(child, hook, start, spent, error, subject)
+        self.page.raised(index, hook, error)
+        self.probe.note(start, spent, pack(self.page.marks(index, hook), has_raised=True))
+        self.add_call(index, hook, start, spent)
+        self.count_error(index, hook, start, spent, error, subject)
 
     @contained("record")
-    def count_error(self, child: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
+    def count_error(self, index: int, hook: str, start: int, spent: int, error: BaseException, *subject: Any) -> None:
         """Count the exception only, and pass it to the listener."""
         kind, label = type(error).__qualname__[:_NAME_AT_MOST], signals.hook_label(hook)
         rows, values = self.page.rows, (label, kind)
-        if (signals.CALL_ERRORS, child, values) not in rows and rows.known(signals.CALL_ERRORS) >= ERROR_TYPES_AT_MOST:
+        if (signals.CALL_ERRORS, index, values) not in rows and rows.known(signals.CALL_ERRORS) >= ERROR_TYPES_AT_MOST:
             kind = signals.OTHER_VALUE
-        self.count_open(child, signals.CALL_ERRORS, label, kind)
+        self.count_dynamic(index, signals.CALL_ERRORS, label, kind)
         if self.listener is not None:
-            self.listener.note(CallEvent(child, hook, start + WALL_OFFSET, spent, False, kind, *subject))
+            self.listener.note(CallEvent(index, hook, start + WALL_OFFSET, spent, False, kind, *subject))
 
 
 @cache
@@ -208,7 +208,7 @@ def cost_of_recording(calls: int = 200, rounds: int = 5) -> float:
     """Measure once the overhead of timing a call, in ns."""
 
     def nothing() -> None:
-        """Do nothing: a stand-in for a child's hook."""
+        """Do nothing: a stand-in for a connector's hook."""
 
     recorded = Recorder(1).timed(0, "wait_for_save", nothing)
 

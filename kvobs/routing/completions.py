@@ -1,9 +1,10 @@
 """Count the workers' reports, close finished transfers, and rewrite the workers' output before vLLM reads it.
 
-As with vLLM's own router every child gets the same output object, and sees all received, failed and sent requests,
+As with vLLM's own router every connector gets the same output object, and sees all received, failed and sent requests,
 whoever loaded or saved them: HiSparse needs its siblings' receipts. Worker metadata, KV events and stats are the
-child's own, as when it runs alone: SpoolCache raises at stats of another class. A child may change its own: FlexKV
-reports its receipts here, MoRIIO withholds reports until it is ready. Changes to other children's requests are undone.
+connector's own, as when it runs alone: SpoolCache raises at stats of another class. A connector may change its own:
+FlexKV reports its receipts here, MoRIIO withholds reports until it is ready. Changes to other connectors' requests are
+undone.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvobs.clock import wall_ns
 from kvobs.connectors.answers import MalformedAnswerError, answer_of, read_stats, requests_in
-from kvobs.connectors.child import Child
+from kvobs.connectors.sub_connector import SubConnector
 from kvobs.faults import contained
 from kvobs.routing.isolation import Isolation
-from kvobs.routing.lookups import Offers
+from kvobs.routing.lookups import Lookups
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents, NextOrders, as_set, checked
 from kvobs.routing.visibility import Visibility
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import Load, ReportKind, Stray
+from kvobs.state.transfers import Load, ReportKind, UnexpectedReport
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -37,17 +38,17 @@ failed_loads = versions.failed_loads()
 class StatsParts(Protocol):
     """Takes the stats of all connectors apart."""
 
-    def of(self, stats: KVConnectorStats, child: int) -> KVConnectorStats | None:
+    def of(self, stats: KVConnectorStats, index: int) -> KVConnectorStats | None:
         """Return a connector's part, as its class makes it when it runs alone; None without one."""
 
     def replaced(
-        self, stats: KVConnectorStats | None, child: int, part: KVConnectorStats | None
+        self, stats: KVConnectorStats | None, index: int, part: KVConnectorStats | None
     ) -> KVConnectorStats | None:
         """Return the stats with another part of a connector."""
 
 
 class Shown(NamedTuple):
-    """What an output had before a child saw it, and the part of that which the child sees."""
+    """What an output had before a connector saw it, and the part of that which the connector sees."""
 
     received: set[str]
     sent: set[str]
@@ -57,26 +58,28 @@ class Shown(NamedTuple):
 
 
 class OutputView:
-    """Shows the output to one child after the other; ``stray`` receives reports of transfers that no child owns."""
+    """Shows the output to each connector in turn; ``unexpected`` receives reports of transfers that none owns."""
 
     def __init__(
         self,
-        children: Sequence[Child],
+        connectors: Sequence[SubConnector],
         ledger: Ledger,
         visibility: Sequence[Visibility],
         stats: StatsParts,
-        stray: Callable[[Stray], None],
+        unexpected: Callable[[UnexpectedReport], None],
     ) -> None:
-        self._children = children
+        self._connectors = connectors
         self._ledger = ledger
         self._visibility = visibility
-        self._stray = stray
+        self._unexpected = unexpected
         self._stats = stats
         self.bind()
 
     def bind(self) -> None:
         """Note which connectors implement the hook; again when a plug-in has replaced one."""
-        self._shown_to = [child for child in self._children if "update_connector_output" in child.implemented]
+        self._shown_to = [
+            connector for connector in self._connectors if "update_connector_output" in connector.implemented
+        ]
         self.is_watched = bool(self._shown_to)  # if not, an output without loads and saves need not be shown
 
     def show(
@@ -86,7 +89,7 @@ class OutputView:
         loads: Sequence[str],
         sent: set[str],
     ) -> tuple[list[str], set[str]]:
-        """Show the output with these loads and saves; return those that have ended after all children have seen it.
+        """Show the output with these loads and saves; return those that have ended after all connectors have seen it.
 
         ``finished_recving`` and ``finished_sending`` of the output are left to the caller.
         """
@@ -96,95 +99,99 @@ class OutputView:
             received.add(request) if self._ledger.is_async(request) else sync.append(request)
         events, stats = output.kv_cache_events, output.kv_connector_stats
         try:
-            for child in self._shown_to:
-                output.kv_connector_worker_meta = meta.metadata[child.index] if meta is not None else None
-                output.kv_cache_events = events.by_child.get(child.index) if isinstance(events, MultiKVEvents) else None
-                part = None if stats is None else self._stats.of(stats, child.index)
+            for connector in self._shown_to:
+                output.kv_connector_worker_meta = meta.metadata[connector.index] if meta is not None else None
+                output.kv_cache_events = (
+                    events.by_index.get(connector.index) if isinstance(events, MultiKVEvents) else None
+                )
+                part = None if stats is None else self._stats.of(stats, connector.index)
                 output.kv_connector_stats = part
                 if received or sent or output.finished_recving or output.finished_sending or failed_loads(output):
-                    received, sent = self._show_one(child, output, received, sent)
+                    received, sent = self._show_one(connector, output, received, sent)
                 else:
-                    child.update_connector_output(output)
-                    if child.gate or output.finished_recving or output.finished_sending or failed_loads(output):
-                        received, sent = self._take_changes(child, output, Shown(set(), set(), set(), set(), set()))
-                if (left := output.kv_connector_stats) is not part and self._can_send(child, left):
-                    stats = self._stats.replaced(stats, child.index, left)
+                    connector.update_connector_output(output)
+                    if connector.gate or output.finished_recving or output.finished_sending or failed_loads(output):
+                        received, sent = self._take_changes(connector, output, Shown(set(), set(), set(), set(), set()))
+                if (left := output.kv_connector_stats) is not part and self._can_send(connector, left):
+                    stats = self._stats.replaced(stats, connector.index, left)
         finally:
             output.kv_connector_worker_meta, output.kv_cache_events, output.kv_connector_stats = meta, events, stats
         return [*sync, *received], sent
 
-    def _show_one(self, child: Child, output: Any, received: set[str], sent: set[str]) -> tuple[set[str], set[str]]:
+    def _show_one(
+        self, connector: SubConnector, output: Any, received: set[str], sent: set[str]
+    ) -> tuple[set[str], set[str]]:
         """Show the output to one connector; return both sets with its changes of requests that it owns."""
-        hidden = self._visibility[child.index].hidden
+        hidden = self._visibility[connector.index].hidden
         shown = Shown(set(received), set(sent), received - hidden, sent - hidden, set(failed_loads(output)))
         if hidden:
             received, sent = set(shown.seen_received), set(shown.seen_sent)
         # As in vLLM an empty set is None if it was None before.
         output.finished_recving = received if received or output.finished_recving is not None else None
         output.finished_sending = sent if sent or output.finished_sending is not None else None
-        child.update_connector_output(output)
-        return self._take_changes(child, output, shown)
+        connector.update_connector_output(output)
+        return self._take_changes(connector, output, shown)
 
-    def _take_changes(self, child: Child, output: Any, shown: Shown) -> tuple[set[str], set[str]]:
-        """Return the ended loads and saves with what a child changed of its own requests.
+    def _take_changes(self, connector: SubConnector, output: Any, shown: Shown) -> tuple[set[str], set[str]]:
+        """Return the ended loads and saves with what a connector changed of its own requests.
 
         As with vLLM's router they are the sets that it was shown, or has put there: a copy may have another order.
         """
         changed = output.finished_recving, output.finished_sending, failed_loads(output)
         try:
-            read = as_set if child.gate is None else requests_in
+            read = as_set if connector.gate is None else requests_in
             received, sent, failed = [read(each or ()) for each in changed]
         except Exception:
-            if child.gate is None:
+            if connector.gate is None:
                 raise
-            child.gate.fail("update_connector_output", MalformedAnswerError(changed, "sets of request ids"))
+            connector.gate.fail("update_connector_output", MalformedAnswerError(changed, "sets of request ids"))
             received, sent, failed = shown.seen_received, shown.seen_sent, shown.failed
             output.finished_recving, output.finished_sending, output.failed_recving = received, sent, failed
         if added := failed - shown.failed:
             output.failed_recving = shown.failed  # vLLM has read it already, and does not read it again
-            self._add_failures(child.index, added, shown.received)
+            self._add_failures(connector.index, added, shown.received)
             received = received - added
         if received != shown.seen_received:
-            self._change(child.index, "load", shown.seen_received, received, shown.received)
+            self._change(connector.index, "load", shown.seen_received, received, shown.received)
         if sent != shown.seen_sent:
-            self._change(child.index, "save", shown.seen_sent, sent, shown.sent)
+            self._change(connector.index, "save", shown.seen_sent, sent, shown.sent)
         return in_order_of(received, shown.received), in_order_of(sent, shown.sent)
 
-    def _can_send(self, child: Child, stats: Any) -> bool:
-        """Return whether stats that a child has put into the output can be sent; an isolated one has failed if not."""
-        if child.gate is not None:
+    def _can_send(self, connector: SubConnector, stats: Any) -> bool:
+        """Return whether stats that a connector put into the output can be sent; an isolated one has failed if not."""
+        if connector.gate is not None:
             try:
                 read_stats(stats)
             except Exception:
                 error = MalformedAnswerError(stats, answer_of("get_kv_connector_stats").allowed)
-                child.gate.fail("update_connector_output", error)
+                connector.gate.fail("update_connector_output", error)
                 return False
         return True
 
-    def _add_failures(self, child: int, added: set[str], received: set[str]) -> None:
-        """Fail the loads that the child reports as failed; the workers report them to vLLM in the next step."""
+    def _add_failures(self, index: int, added: set[str], received: set[str]) -> None:
+        """Fail the loads that the connector reports as failed; the workers report them to vLLM in the next step."""
         for request in added:
-            if self._ledger.is_async(request) and self._owns_load(request, child):
+            if self._ledger.is_async(request) and self._owns_load(request, index):
                 received.discard(request)
                 self._ledger.fail(request, wall_ns())
             else:
-                self._stray(Stray(child, "failure", request))
+                self._unexpected(UnexpectedReport(index, "failure", request))
 
-    def _owns_load(self, request: str, child: int) -> bool:
-        return (load := self._ledger.load(request)) is not None and load.child == child
+    def _owns_load(self, request: str, index: int) -> bool:
+        return (load := self._ledger.load(request)) is not None and load.connector_index == index
 
-    def _change(self, child: int, kind: str, seen: set[str], now: set[str], ended: set[str]) -> None:
-        """Apply a child's changes to the ended loads or saves that it was shown, as far as it owns them."""
+    def _change(self, index: int, kind: str, seen: set[str], now: set[str], ended: set[str]) -> None:
+        """Apply a connector's changes to the ended loads or saves that it was shown, as far as it owns them."""
         withdraw, complete = (
             (self._owns_load, self._ledger.complete_load)
             if kind == "load"
             else (self._ledger.reopen_save, self._ledger.complete_save)
         )
-        ended.difference_update([request for request in seen - now if withdraw(request, child)])
+        ended.difference_update([request for request in seen - now if withdraw(request, index)])
         for request in now - seen:
-            is_in = complete(request, child, wall_ns())
+            is_in = complete(request, index, wall_ns())
             if is_in is None:
-                self._stray(Stray(child, kind, request))
+                self._unexpected(UnexpectedReport(index, kind, request))
             elif is_in:
                 ended.add(request)
 
@@ -200,13 +207,13 @@ def in_order_of(shown: set[str], requests: set[str]) -> set[str]:
 class Completions:
     """Decides from the workers' reports which loads and saves have ended."""
 
-    children: Sequence[Child]
+    connectors: Sequence[SubConnector]
     ledger: Ledger
     view: OutputView
     observer: Observer
     next_orders: NextOrders  # receives the transfers that the workers must forget
     isolation: Isolation  # receives the isolated connectors that failed on a worker
-    offers: Offers  # a connector's offers are not used after its asynchronous load failed, until its request has run
+    lookups: Lookups  # a connector's offers are not used after its asynchronous load failed, until its request has run
     layout: CacheLayout
     ranks: int  # the number of all workers
     early: set[str] = field(default_factory=set)  # requests whose saves were all done before vLLM got the promises
@@ -219,11 +226,11 @@ class Completions:
         loads: list[str] = []
         sent: set[str] = set()
         if meta is not None or failed_loads(output) or self.early or self.ledger.has_ended:  # true in few steps
-            if (meta := checked(meta, len(self.children), self.ranks)) is not None:
+            if (meta := checked(meta, len(self.connectors), self.ranks)) is not None:
                 failed_syncs = self._record(meta, output.invalid_block_ids)
             for request_id in failed_loads(output):
-                self.ledger.echoed(request_id)
-            loads = self.ledger.take_loads_in()
+                self.ledger.failure_reported(request_id)
+            loads = self.ledger.pop_completed_loads()
             sent = self._sent(meta, is_aggregated=output.expected_finished_count > 0)
         if loads or sent or self.view.is_watched:
             loads, sent = self.view.show(output, meta, loads, sent)
@@ -238,7 +245,7 @@ class Completions:
 
     def _sent(self, meta: MultiKVConnectorWorkerMetadata | None, *, is_aggregated: bool) -> set[str]:
         """Return the requests whose promised saves are complete, as vLLM would have them."""
-        ended = [*self.ledger.take_saves_in(), *self.early]
+        ended = [*self.ledger.pop_completed_saves(), *self.early]
         self.early.clear()
         if len(ended) <= 1 or meta is None:
             return set(ended)
@@ -251,7 +258,7 @@ class Completions:
         return released_set(ended, map(list, by_rank.values()), is_aggregated=is_aggregated)
 
     def _record(self, meta: MultiKVConnectorWorkerMetadata, bad_blocks: set[int]) -> dict[int, list[Load]]:
-        """Process the reports; return the synchronous loads that failed, by child."""
+        """Process the reports; return the synchronous loads that failed, by connector."""
         failed_syncs: dict[str, None] = {}
         self.isolation.record_failures(meta.broken)
         self._lose("build_connector_worker_meta", meta.lost)
@@ -259,21 +266,21 @@ class Completions:
         if meta.notes:
             self.observer.noted(meta.notes)
         for report in meta.reports:
-            if (stray := self.ledger.record(report, now_ns)) is not None:
-                self.observer.stray(stray)
-            if report.kind in (ReportKind.HOLED, ReportKind.SYNC_FAILED):
+            if (unexpected := self.ledger.record(report, now_ns)) is not None:
+                self.observer.unexpected(unexpected)
+            if report.kind in (ReportKind.BAD_BLOCKS, ReportKind.SYNC_FAILED):
                 self._note_loss(report.request, bad_blocks)
             if report.kind is ReportKind.SYNC_FAILED:
                 failed_syncs[report.request] = None
-        by_child: dict[int, list[Load]] = {}
+        by_index: dict[int, list[Load]] = {}
         for load in filter(None, map(self.ledger.load, failed_syncs)):
-            by_child.setdefault(load.child, []).append(load)
-        return by_child
+            by_index.setdefault(load.connector_index, []).append(load)
+        return by_index
 
     def _lose(self, hook: str, lost: Iterable[int]) -> None:
         """Note isolated connectors whose part of the workers' message could not be pickled, read or merged."""
         for index in lost:
-            if (gate := self.children[index].gate) is not None:
+            if (gate := self.connectors[index].gate) is not None:
                 gate.fail(hook, TypeError("its answer can't be pickled, read or merged"))
 
     @contained("record")
@@ -284,15 +291,15 @@ class Completions:
             load.lost_tokens = max(load.lost_tokens or 0, lost)
 
     def _close(self, loads: Iterable[str], saves: Iterable[str]) -> None:
-        """Close the complete loads and saves that their children have not withdrawn."""
+        """Close the complete loads and saves that their connectors have not withdrawn."""
         for request_id in loads:
             if (load := self.ledger.close_load(request_id, wall_ns())) is not None:
                 self.next_orders.orders.closed.append(request_id)
                 if load.failed and load.is_async:  # the request of a synchronous one runs on, and can't loop
-                    self.offers.ban(request_id, load.child)
-                self.isolation.load_ended(load.child, load.opened_ns, failed=load.failed)
+                    self.lookups.ban(request_id, load.connector_index)
+                self.isolation.load_ended(load.connector_index, load.opened_ns, failed=load.failed)
                 self.observer.load_ended(request_id, load)
-        for request_id in (*saves, *self.ledger.take_saves_in()):  # some end with their load
+        for request_id in (*saves, *self.ledger.pop_completed_saves()):  # some end with their load
             for index, save in self.ledger.close_saves(request_id).items():
                 self.next_orders.orders.saved.append((index, request_id))
                 if not save.is_abandoned:

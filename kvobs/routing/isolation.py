@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from kvobs.clock import wall_ns
-from kvobs.connectors.child import Child, Unbuilt
 from kvobs.connectors.endings import must_pass
 from kvobs.connectors.gate import ends_for_good
+from kvobs.connectors.sub_connector import SubConnector, Unbuilt
 from kvobs.log import line, log
 from kvobs.routing.visibility import Visibility
 from kvobs.state.events import Observer
@@ -42,17 +42,17 @@ class Isolation:
 
     def __init__(
         self,
-        children: Sequence[Child],
+        connectors: Sequence[SubConnector],
         ledger: Ledger,
         visibility: Sequence[Visibility],
         observer: Observer,
         slow_ns: int,
     ) -> None:
-        self._children = {child.index: child for child in children if child.gate is not None}
-        self._states = {index: Quarantine() for index in self._children}
+        self._connectors = {connector.index: connector for connector in connectors if connector.gate is not None}
+        self._states = {index: Quarantine() for index in self._connectors}
         # Live requests that were looked up -> whether blocks were allocated with the connector's knowledge.
-        self._asked: dict[int, dict[str, bool]] = {index: {} for index in self._children}
-        self._tried = dict.fromkeys(self._children, 0)  # requests looked up since the last probation began
+        self._asked: dict[int, dict[str, bool]] = {index: {} for index in self._connectors}
+        self._tried = dict.fromkeys(self._connectors, 0)  # requests looked up since the last probation began
         self._has_loaded: set[int] = set()  # connectors with an admitted load
         self._unmade: dict[int, list[str]] = {}  # requests whose allocation call raised in this step
         self._visibility = visibility
@@ -60,21 +60,21 @@ class Isolation:
         self._observer = observer
         # (time, connector) after which transfers that were open then are given up
         self._reviews: deque[tuple[int, int]] = deque()
-        for index, child in self._children.items():
-            assert child.gate is not None
-            child.gate.slow_ns = slow_ns
-            child.gate.on_failure = partial(self._failed, index)
-            child.gate.on_slow = partial(self._was_slow, index)
-            if isinstance(child.connector, Unbuilt):
+        for index, connector in self._connectors.items():
+            assert connector.gate is not None
+            connector.gate.slow_ns = slow_ns
+            connector.gate.on_failure = partial(self._failed, index)
+            connector.gate.on_slow = partial(self._was_slow, index)
+            if isinstance(connector.wrapped, Unbuilt):
                 self._fail(index, "to be built", FOR_GOOD)
 
-    def is_out(self, child: int) -> bool:
+    def is_out(self, index: int) -> bool:
         """Return whether a connector is in quarantine."""
-        return child in self._states and self._states[child].is_out
+        return index in self._states and self._states[index].is_out
 
-    def is_slow(self, child: int) -> bool:
+    def is_slow(self, index: int) -> bool:
         """Return whether a connector is in quarantine because of a slow call."""
-        return child in self._states and self._states[child].is_slow
+        return index in self._states and self._states[index].is_slow
 
     def states(self) -> Mapping[int, IsolationState]:
         """Return the connectors' isolation states for the workers."""
@@ -93,15 +93,15 @@ class Isolation:
             if state.is_out and not self._look(index):
                 self._visibility[index].hidden.add(request_id)
 
-    def asks(self, child: int, request_id: str) -> bool:
+    def asks(self, index: int, request_id: str) -> bool:
         """Return whether a connector takes part in a lookup of this request.
 
         During quarantine it still gets repeated lookups of requests it knows, so that it can clean up its state, unless
         the cause was a slow call: another one would block the step again.
         """
-        if child not in self._states:
+        if index not in self._states:
             return True
-        visibility, state, asked = self._visibility[child], self._states[child], self._asked[child]
+        visibility, state, asked = self._visibility[index], self._states[index], self._asked[index]
         if not visibility.allocates(request_id):
             return False
         if state.is_out and (state.by_slowness or request_id not in asked):
@@ -109,17 +109,17 @@ class Isolation:
             return False
         if request_id not in asked:
             asked[request_id] = False
-            self._tried[child] += 1
+            self._tried[index] += 1
         return True
 
-    def allocated(self, child: int, request_id: str) -> None:
+    def allocated(self, index: int, request_id: str) -> None:
         """Note that a connector has been given a request's blocks."""
-        if child in self._asked:
-            self._asked[child][request_id] = True
+        if index in self._asked:
+            self._asked[index][request_id] = True
 
-    def discards(self, child: int, request_id: str) -> bool:
+    def discards(self, index: int, request_id: str) -> bool:
         """Return whether a connector's answer to a lookup is ignored."""
-        return child in self._states and (self.is_out(child) or not self._visibility[child].saves(request_id))
+        return index in self._states and (self.is_out(index) or not self._visibility[index].saves(request_id))
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -138,7 +138,7 @@ class Isolation:
                 self._reviews.append((now, index))  # saves promised during the quarantine
         for index, state in self._states.items():
             self._look(index)
-            gate = self._children[index].gate
+            gate = self._connectors[index].gate
             assert gate is not None
             gate.closed = _OPEN if not state.is_slow else _OF_STEPS if self._is_quiet(index, finished) else _CAN_WAIT
 
@@ -158,7 +158,12 @@ class Isolation:
         """
         for request_id in self._unmade.pop(index, ()):
             load = self._ledger.load(request_id)
-            if load is not None and load.child == index and metadata is not None and not _names(metadata, request_id):
+            if (
+                load is not None
+                and load.connector_index == index
+                and metadata is not None
+                and not _names(metadata, request_id)
+            ):
                 self._ledger.fail(request_id, wall_ns())
 
     def load_ended(self, index: int, opened_ns: int, *, failed: bool) -> None:
@@ -176,7 +181,7 @@ class Isolation:
     def _succeed(self, index: int, began_ns: int) -> None:
         if self._states[index].succeed(began_ns):
             text = "connector %r left probation after a successful transfer; %d requests were looked up in it"
-            log.info(text, self._children[index].name, self._tried[index])
+            log.info(text, self._connectors[index].name, self._tried[index])
 
     def _look(self, index: int) -> bool:
         """Enable a connector again if its back-off is over; return whether it is enabled."""
@@ -186,7 +191,7 @@ class Isolation:
             self._reviews.append((now, index))
             self._observer.readmitted(index)
             text = "connector %r left quarantine and is on probation: it receives the requests that arrive from now on"
-            log.info(text, self._children[index].name)
+            log.info(text, self._connectors[index].name)
         return not state.is_out
 
     def _failed(self, index: int, hook: str, args: tuple[Any, ...], error: BaseException, slow_ns: int) -> None:
@@ -214,14 +219,14 @@ class Isolation:
             self._visibility[index].withhold(request_id, taints=True)
 
     def _fail(self, index: int, where: str, epoch: int | None = None, *, slow_ns: int = 0) -> None:
-        now, state, child = wall_ns(), self._states[index], self._children[index]
+        now, state, connector = wall_ns(), self._states[index], self._connectors[index]
         if not state.fail(now, epoch, slow_ns=slow_ns):
             return
         self._observer.quarantined(index)
         self._reviews.append((now, index))
         text = "connector %r failed %s. It is in quarantine: new requests are served without it %s (kvobs_quarantined)"
         until = "until a restart" if state.length_ns == NEVER_NS else f"for {state.length_ns / 1e9:g} s"
-        log.warning(text, child.name, where, until)
+        log.warning(text, connector.name, where, until)
 
     def _give_up(self, before: int, index: int, now: int) -> None:
         loads, saves = self._ledger.give_up(index, before, now)
@@ -230,7 +235,7 @@ class Isolation:
                 "connector %r has not reported %d loads and %d saves %.3g s after it failed: the loads count as "
                 "failed, and the blocks of the saves are released"
             )
-            log.warning(text, self._children[index].name, loads, saves, GIVE_UP_NS / 1e9)
+            log.warning(text, self._connectors[index].name, loads, saves, GIVE_UP_NS / 1e9)
 
 
 def _names(metadata: object, request_id: str) -> bool:

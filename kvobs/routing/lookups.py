@@ -23,7 +23,7 @@ from kvobs.vllm_api import versions
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from kvobs.connectors.child import Child
+    from kvobs.connectors.sub_connector import SubConnector
     from kvobs.routing.isolation import Isolation
     from kvobs.routing.visibility import Visibility
     from kvobs.schema.options import Options
@@ -41,26 +41,26 @@ POLICIES: Mapping[str, LoadPolicy] = {"first": itemgetter(0), "longest": longest
 """The values of the option ``load_policy``; the first is vLLM's."""
 
 
-class _Silence(Enum):
-    """Instead of a child's answer."""
+class _NoAnswer(Enum):
+    """Instead of a connector's answer."""
 
     NOT_ASKED = auto()
     WAITED_FOR = auto()  # "not yet"
     LEFT_OPEN = auto()  # "not yet", and the lookup continues without it
 
 
-_NOT_ASKED, _WAITED_FOR, _LEFT_OPEN = _Silence  # members are slow to access
-_Answer: TypeAlias = tuple[int, bool] | _Silence  # tokens, whether they are loaded asynchronously
+_NOT_ASKED, _WAITED_FOR, _LEFT_OPEN = _NoAnswer  # members are slow to access
+_Answer: TypeAlias = tuple[int, bool] | _NoAnswer  # tokens, whether they are loaded asynchronously
 _MISSED: _Answer = (0, False)
 
 
 @dataclass(slots=True)
-class _Asked:
+class _LookupState:
     """The lookup state of one request, from its first lookup to its end."""
 
-    pending_since: dict[int, int] = field(default_factory=dict)  # child -> time of its first "not yet", in ns
+    pending_since: dict[int, int] = field(default_factory=dict)  # connector -> time of its first "not yet", in ns
     last: LookupResult = NO_RESULT
-    banned: set[int] = field(default_factory=set)  # children whose load of this request has failed, until it runs
+    banned: set[int] = field(default_factory=set)  # connectors whose load of this request has failed, until it runs
     announced: set[tuple[int, Outcome]] = field(default_factory=set)  # of each connector each outcome once
     had_offers: bool = False  # at an allocation
     is_read: bool = True
@@ -72,39 +72,40 @@ def _shared(answers: tuple[_Answer, ...]) -> list[_Answer]:
     return list(answers)
 
 
-class Offers:
+class Lookups:
     """The lookups of all live requests.
 
     vLLM repeats the lookup of each waiting request in every step. The first answer of its kind is announced, so a
-    repetition with the same answers only calls the children.
+    repetition with the same answers only calls the connectors.
 
-    ``waited_for`` has the lookups that requests wait for, by the connector that has not answered yet.
+    ``awaited`` has the lookups that requests wait for, by the connector that has not answered yet.
 
-    ``isolation`` decides which children are asked, and whose answers count; None without isolated children. Synchronous
-    offers are not used of the children in ``async_only``, and of one that does not see the request, by ``visibility``.
+    ``isolation`` decides which connectors are asked, and whose answers count; None without isolated connectors.
+    Synchronous offers are not used of the connectors in ``async_only``, and of one that does not see the request, by
+    ``visibility``.
     """
 
     def __init__(
         self,
-        children: Sequence[Child],
+        connectors: Sequence[SubConnector],
         options: Options,
         observer: Observer,
         visibility: Sequence[Visibility],
         *,
-        waited_for: Sequence[InProgress[str]],
+        awaited: Sequence[InProgress[str]],
         isolation: Isolation | None = None,
         async_only: Collection[int] = (),
     ) -> None:
-        self._children = children
+        self._connectors = connectors
         self.bind()
-        self._names = [child.name for child in children]
+        self._names = [connector.name for connector in connectors]
         self._visibility = visibility
         self._isolation = isolation
         self._async_only = async_only
         self._policy = POLICIES[options.load_policy]
         self._compares = options.compares_answers
         self._may_be_ignored = versions.ignores_answers()
-        self._minimum = [options.min_tokens.get(child.name, 1) for child in children]
+        self._minimum = [options.min_tokens.get(connector.name, 1) for connector in connectors]
         self._waits_for_all = options.wait_for == "all"
         self._timeout_ns = None if options.lookup_timeout_ms is None else options.lookup_timeout_ms * 1e6
         self._waits_always = isolation is None and self._waits_for_all and self._timeout_ns is None
@@ -112,31 +113,31 @@ class Offers:
         # thousands are looked up in a step, nothing that belongs to one of them is in the processor's cache.
         self._waiting: dict[str, list[_Answer]] = {}
         self.may_leave_open = not self._waits_for_all or self._timeout_ns is not None
-        """Whether a request may be allocated without every child's answer."""
+        """Whether a request may be allocated without every connector's answer."""
         self._observer = observer
-        self._asked: defaultdict[str, _Asked] = defaultdict(_Asked)
-        self._waited_for = waited_for
+        self._asked: defaultdict[str, _LookupState] = defaultdict(_LookupState)
+        self._awaited = awaited
 
     def bind(self) -> None:
         """Bind the connectors' lookups; again when a plug-in has replaced one."""
-        self._lookups = [(child.index, child.get_num_new_matched_tokens) for child in self._children]
+        self._lookups = [(connector.index, connector.get_num_new_matched_tokens) for connector in self._connectors]
 
-    def ask(self, request: Request, num_computed_tokens: int) -> Offer | None:
+    def look_up(self, request: Request, num_computed_tokens: int) -> Offer | None:
         """Return the offer to load from (``NOTHING`` if there is none), or None if it is not known yet.
 
-        As in vLLM, no child is asked after one that must be waited for, unless the policy compares all answers.
+        As in vLLM, no connector is asked after one that must be waited for, unless the policy compares all answers.
         """
         request_id, isolation = request.request_id, self._isolation
         answers: list[_Answer] = []
-        for child, lookup in self._lookups:
-            if isolation is not None and not isolation.asks(child, request_id):
+        for index, lookup in self._lookups:
+            if isolation is not None and not isolation.asks(index, request_id):
                 answers.append(_NOT_ASKED)
                 continue
             tokens, is_async = lookup(request, num_computed_tokens)
             if tokens is not None:
                 # ExampleConnector may answer less than vLLM has itself; a number of numpy's would not be encoded.
                 answers.append((int(tokens), bool(is_async)) if tokens > 0 else _MISSED)
-            elif self._waits_always or self._is_waited_for(child, request_id, answers):
+            elif self._waits_always or self._must_wait_for(index, request_id, answers):
                 answers.append(_WAITED_FOR)
                 if not self._compares:
                     break
@@ -154,89 +155,91 @@ class Offers:
         self._waiting.pop(request_id, None)
         offers, usable = self._weighed(request_id, asked, answers)
         best = self._policy(usable) if usable else NOTHING
-        left_open = [child for child, answer in enumerate(answers) if answer is _LEFT_OPEN]
-        asked.last = LookupResult(offers, num_computed_tokens, left_open, best.child)
+        left_open = [index for index, answer in enumerate(answers) if answer is _LEFT_OPEN]
+        asked.last = LookupResult(offers, num_computed_tokens, left_open, best.connector_index)
         return best
 
-    def _weighed(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> tuple[list[Offer], list[Offer]]:
+    def _weighed(
+        self, request_id: str, asked: _LookupState, answers: Iterable[_Answer]
+    ) -> tuple[list[Offer], list[Offer]]:
         """Return the offers that count, and the ones that may be loaded from."""
         offers, usable = [], []
-        for child, answer in enumerate(answers):
-            if isinstance(answer, _Silence) or child in asked.banned or self._is_discarded(child, request_id):
-                continue  # vLLM would repeat the lookup and fail for ever; or the child is in quarantine
-            offer = Offer(child, *answer)
+        for index, answer in enumerate(answers):
+            if isinstance(answer, _NoAnswer) or index in asked.banned or self._is_discarded(index, request_id):
+                continue  # vLLM would repeat the lookup and fail for ever; or the connector is in quarantine
+            offer = Offer(index, *answer)
             offers.append(offer)
-            if offer.tokens and not offer.is_async and self._is_refused(child, request_id):
+            if offer.tokens and not offer.is_async and self._is_refused(index, request_id):
                 continue
-            if offer.tokens >= self._minimum[child]:
+            if offer.tokens >= self._minimum[index]:
                 usable.append(offer)
         return offers, usable
 
-    def _announce_answers(self, request_id: str, asked: _Asked, answers: Iterable[_Answer]) -> None:
+    def _announce_answers(self, request_id: str, asked: _LookupState, answers: Iterable[_Answer]) -> None:
         """Announce the answers, and note whom the request waits for."""
-        for child, answer in enumerate(answers):
+        for index, answer in enumerate(answers):
             if not asked.is_read:  # vLLM does not wait for the answer either
                 if answer is not _NOT_ASKED:
-                    self._announce(asked, child, "not_read")
+                    self._announce(asked, index, "not_read")
             elif answer is _WAITED_FOR or answer is _LEFT_OPEN:
-                began_ns = asked.pending_since.setdefault(child, wall_ns())
-                self._announce(asked, child, "pending")
+                began_ns = asked.pending_since.setdefault(index, wall_ns())
+                self._announce(asked, index, "pending")
                 if answer is _WAITED_FOR:
-                    self._waited_for[child].begin(request_id, began_ns)
+                    self._awaited[index].begin(request_id, began_ns)
                 else:
-                    self._waited_for[child].end(request_id)
+                    self._awaited[index].end(request_id)
             elif isinstance(answer, tuple):
-                self._announce_answer(request_id, asked, child, answer[0])
-            elif asked.pending_since.pop(child, None) is not None:  # no longer asked: no request waits for it
-                self._waited_for[child].end(request_id)
+                self._announce_answer(request_id, asked, index, answer[0])
+            elif asked.pending_since.pop(index, None) is not None:  # no longer asked: no request waits for it
+                self._awaited[index].end(request_id)
 
-    def _announce_answer(self, request_id: str, asked: _Asked, child: int, tokens: int) -> None:
-        if (since := asked.pending_since.pop(child, None)) is not None:
-            self._waited_for[child].end(request_id)
-            self._observer.waited(child, wall_ns() - since)
-        self._announce(asked, child, "hit" if tokens > 0 else "miss")
+    def _announce_answer(self, request_id: str, asked: _LookupState, index: int, tokens: int) -> None:
+        if (since := asked.pending_since.pop(index, None)) is not None:
+            self._awaited[index].end(request_id)
+            self._observer.waited(index, wall_ns() - since)
+        self._announce(asked, index, "hit" if tokens > 0 else "miss")
 
-    def answered_late(self, request_id: str, child: int, tokens: int) -> None:
+    def answered_late(self, request_id: str, index: int, tokens: int) -> None:
         """Announce the answer to a lookup that was left open."""
         if (asked := self._asked.get(request_id)) is not None:
-            self._announce_answer(request_id, asked, child, tokens)
+            self._announce_answer(request_id, asked, index, tokens)
 
-    def _announce(self, asked: _Asked, child: int, outcome: Outcome) -> None:
+    def _announce(self, asked: _LookupState, index: int, outcome: Outcome) -> None:
         """Announce an outcome of a request's lookups once; repeated lookups appear in the calls."""
-        if asked.announced.isdisjoint({(child, outcome), (child, "not_read")}):
-            asked.announced.add((child, outcome))
-            self._observer.answered(child, outcome)
+        if asked.announced.isdisjoint({(index, outcome), (index, "not_read")}):
+            asked.announced.add((index, outcome))
+            self._observer.answered(index, outcome)
 
-    def _is_discarded(self, child: int, request_id: str) -> bool:
-        return self._isolation is not None and self._isolation.discards(child, request_id)
+    def _is_discarded(self, index: int, request_id: str) -> bool:
+        return self._isolation is not None and self._isolation.discards(index, request_id)
 
-    def _is_refused(self, child: int, request_id: str) -> bool:
-        """Return whether a synchronous offer of this child is not used."""
-        if child in self._async_only:
+    def _is_refused(self, index: int, request_id: str) -> bool:
+        """Return whether a synchronous offer of this connector is not used."""
+        if index in self._async_only:
             text = (
                 "connector %r is isolated and offers a synchronous load. The load is not used: if it failed, its "
                 "unfilled blocks would be saved or computed on. Such offers are counted as unused "
                 "(kvobs_unused_offers_total)"
             )
-            once(f"sync:{self._names[child]}", logging.WARNING, text, self._names[child])
+            once(f"sync:{self._names[index]}", logging.WARNING, text, self._names[index])
             return True
         # Its earlier lookup was left open: it is not shown this request's steps, and could not load in one.
-        return self.may_leave_open and not self._visibility[child].saves(request_id)
+        return self.may_leave_open and not self._visibility[index].saves(request_id)
 
-    def _is_waited_for(self, child: int, request_id: str, before: Sequence[_Answer]) -> bool:
-        """Return whether the lookup waits for a child that has not answered; ``before`` it are these answers."""
+    def _must_wait_for(self, index: int, request_id: str, before: Sequence[_Answer]) -> bool:
+        """Return whether the lookup waits for a connector that has not answered; ``before`` it are these answers."""
         asked = self._asked[request_id]
-        since = asked.pending_since.get(child)
+        since = asked.pending_since.get(index)
         if self._timeout_ns is not None and since is not None and wall_ns() - since >= self._timeout_ns:
-            self._announce(asked, child, "timeout")
+            self._announce(asked, index, "timeout")
             return False
-        if self._is_discarded(child, request_id):
+        if self._is_discarded(index, request_id):
             return False
         if self._waits_for_all or before.count(_MISSED) == len(before):
             return True
         return not self._weighed(request_id, asked, before)[1]
 
-    def settle(self, request_id: str) -> LookupResult:
+    def resolve(self, request_id: str) -> LookupResult:
         """Return the last lookup's result now that vLLM has allocated, once.
 
         The second allocation call of an async load finds no offers.
@@ -251,34 +254,34 @@ class Offers:
             return result._replace(is_first=True)
         return result
 
-    def ban(self, request_id: str, child: int) -> None:
-        """Ignore this child's further answers about this request: its load has failed."""
+    def ban(self, request_id: str, index: int) -> None:
+        """Ignore this connector's further answers about this request: its load has failed."""
         if (asked := self._asked.get(request_id)) is not None:
-            asked.banned.add(child)
+            asked.banned.add(index)
 
     def lift_bans(self, request_id: str) -> None:
         """Use all answers about this request again: it runs, and is looked up again only after a preemption."""
         if (asked := self._asked.get(request_id)) is not None and asked.banned:
             asked.banned.clear()
 
-    def forget(self, request_id: str) -> None:
+    def discard(self, request_id: str) -> None:
         """Forget a request that has ended; what it was offered since its last allocation is lost."""
         if (asked := self._asked.pop(request_id, None)) is None:
             return
         self._waiting.pop(request_id, None)
-        for child in asked.pending_since:
-            self._waited_for[child].end(request_id)
+        for index in asked.pending_since:
+            self._awaited[index].end(request_id)
         if asked.last.offers and not asked.had_offers and asked.is_read:
             self._observer.lapsed(asked.last.offers)
 
 
 class _Open(NamedTuple):
-    """A lookup that was left open: its arguments, the allocated blocks, and the children that have not answered."""
+    """A lookup that was left open: its arguments, the allocated blocks, and the connectors that have not answered."""
 
     request: Any
     computed: int  # tokens that vLLM had computed itself
     blocks: Any
-    children: list[int]
+    unanswered: list[int]
 
 
 class OpenLookups:
@@ -291,45 +294,45 @@ class OpenLookups:
 
     def __init__(
         self,
-        children: Sequence[Child],
+        connectors: Sequence[SubConnector],
         visibility: Sequence[Visibility],
         answered: Callable[[str, int, int], None],
     ) -> None:
-        self._children = children
+        self._connectors = connectors
         self._visibility = visibility
-        self._answered = answered  # receives the request, the child and the tokens
+        self._answered = answered  # receives the request, the connector and the tokens
         self._open: dict[str, _Open] = {}
 
-    def has(self, child: int, request_id: str) -> bool:
-        """Return whether a child has not answered yet."""
+    def has(self, index: int, request_id: str) -> bool:
+        """Return whether a connector has not answered yet."""
         lookup = self._open.get(request_id)
-        return lookup is not None and child in lookup.children
+        return lookup is not None and index in lookup.unanswered
 
-    def leave_open(self, request: Any, blocks: Any, computed: int, children: Collection[int]) -> None:
-        """Note at a request's allocation which children have not answered."""
-        for child in children:
-            self._visibility[child].withhold(request.request_id, taints=False)
-        if children:
-            self._open[request.request_id] = _Open(request, computed, blocks, [*children])
+    def leave_open(self, request: Any, blocks: Any, computed: int, unanswered: Collection[int]) -> None:
+        """Note at a request's allocation which connectors have not answered."""
+        for connector in unanswered:
+            self._visibility[connector].withhold(request.request_id, taints=False)
+        if unanswered:
+            self._open[request.request_id] = _Open(request, computed, blocks, [*unanswered])
 
-    def forget(self, request_id: str) -> None:
+    def discard(self, request_id: str) -> None:
         """Forget a request that has ended, or is looked up again by vLLM."""
         self._open.pop(request_id, None)
 
     def poll(self, blocks_step: Callable[[int], bool]) -> None:
-        """Repeat the lookups; give 0 tokens to children that have answered.
+        """Repeat the lookups; give 0 tokens to connectors that have answered.
 
-        ``blocks_step`` returns whether a child is not asked now because its last call took too long.
+        ``blocks_step`` returns whether a connector is not asked now because its last call took too long.
         """
-        for request_id, (request, computed, blocks, children) in list(self._open.items()):
-            for index in children.copy():
+        for request_id, (request, computed, blocks, unanswered) in list(self._open.items()):
+            for index in unanswered.copy():
                 if blocks_step(index):
                     continue
-                child = self._children[index]
-                tokens, _ = child.get_num_new_matched_tokens(request, computed)
+                connector = self._connectors[index]
+                tokens, _ = connector.get_num_new_matched_tokens(request, computed)
                 if tokens is not None:
-                    children.remove(index)
+                    unanswered.remove(index)
                     self._answered(request_id, index, tokens)
-                    child.update_state_after_alloc(request, blocks, 0)
-            if not children:
+                    connector.update_state_after_alloc(request, blocks, 0)
+            if not unanswered:
                 del self._open[request_id]

@@ -1,6 +1,6 @@
 """Messages between the scheduler's connector and the workers': metadata down, worker metadata and events up.
 
-All are pickled. The children's parts are identified by position.
+All are pickled. The connectors' parts are identified by position.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class LoadOrder(NamedTuple):
     """A load that vLLM admitted in this step, for the workers.
 
     ``blocks`` are the ids of the blocks that the load fills, per KV cache group; ``note`` is an annotator's. ``hit_by``
-    are isolated children that also offered tokens: they may load them without having been chosen.
+    are isolated connectors that also offered tokens: they may load them without having been chosen.
     """
 
-    child: int
+    connector_index: int
     is_async: bool
     blocks: Blocks
     note: Any = None
@@ -44,42 +44,42 @@ class Sealed(NamedTuple):
 
 
 def sealed(parts: Sequence[Any], isolated: Collection[int]) -> tuple[Any, ...]:
-    """Return the parts, with the parts of isolated children sealed."""
+    """Return the parts, with the parts of isolated connectors sealed."""
     return tuple([_seal(i, part) if i in isolated and part is not None else part for i, part in enumerate(parts)])
 
 
-def _seal(child: int, part: Any) -> Sealed:
+def _seal(index: int, part: Any) -> Sealed:
     try:
         return Sealed(pickle.dumps(part, pickle.HIGHEST_PROTOCOL))
     except BaseException as error:
-        log_lost(child, error)
+        log_lost(index, error)
         return Sealed(None)
 
 
 def opened(parts: Mapping[int, Any]) -> tuple[dict[int, Any], frozenset[int]]:
-    """Return the parts by child as they were, and the children whose part is lost: instead of it there is None."""
+    """Return the parts by connector as they were, and the connectors whose part is lost: it is None."""
     left, lost = dict(parts), set[int]()
-    for child, part in parts.items():
+    for index, part in parts.items():
         if not isinstance(part, Sealed):
             continue
-        left[child] = None
+        left[index] = None
         if part.pickled is None:
-            lost.add(child)
+            lost.add(index)
             continue
         try:
-            left[child] = pickle.loads(part.pickled)
+            left[index] = pickle.loads(part.pickled)
         except BaseException as error:
-            log_lost(child, error)
-            lost.add(child)
+            log_lost(index, error)
+            lost.add(index)
     return left, frozenset(lost)
 
 
-def log_lost(child: int, error: BaseException) -> None:
-    """Log once that an isolated child's part of a message is lost; raise an error that must end the process."""
+def log_lost(index: int, error: BaseException) -> None:
+    """Log once that an isolated connector's part of a message is lost; raise an error that must end the process."""
     if must_pass(error):
         raise error
     text = "a message of the isolated connector at position %d to its other side is lost: %s: %s"
-    once(f"lost:{child}", logging.WARNING, text, child, type(error).__name__, line(error))
+    once(f"lost:{index}", logging.WARNING, text, index, type(error).__name__, line(error))
 
 
 @dataclass(slots=True)
@@ -89,10 +89,10 @@ class Orders:
     loads: dict[str, LoadOrder] = field(default_factory=dict)  # request -> the load admitted in this step
     closed: list[str] = field(default_factory=list)  # requests whose load has ended: forget their blocks
     failed: tuple[str, ...] = ()  # requests whose load every rank must report to vLLM as failed
-    unmade: tuple[str, ...] = ()  # requests of this step's synchronous loads that their children do not know of
-    promised: list[tuple[int, str]] = field(default_factory=list)  # (child, request) of new promised saves
+    unmade: tuple[str, ...] = ()  # requests of this step's synchronous loads that their connectors do not know of
+    promised: list[tuple[int, str]] = field(default_factory=list)  # (connector, request) of new promised saves
     orphaned: list[str] = field(default_factory=list)  # requests that ended while their load is open
-    saved: list[tuple[int, str]] = field(default_factory=list)  # (child, request) of promised saves that have ended
+    saved: list[tuple[int, str]] = field(default_factory=list)  # (connector, request) of promised saves that have ended
 
     @property
     def has_sync_loads(self) -> bool:
@@ -126,16 +126,16 @@ class Isolated(NamedTuple):
     """The isolation of connectors in one step."""
 
     states: Mapping[int, IsolationState]
-    """By child, of those that are isolated."""
+    """By connector, of those that are isolated."""
     hidden: Mapping[int, frozenset[str]]
-    """Finished requests that were hidden, by child."""
+    """Finished requests that were hidden, by connector."""
 
 
 @dataclass(init=False)
 class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
     """The scheduler's metadata for the workers, for one step.
 
-    ``metadata`` holds the children's own, by position. ``extra_async_saves`` is vLLM's count of promised saves: kvobs
+    ``metadata`` holds the connectors' own, by position. ``extra_async_saves`` is vLLM's count of promised saves: kvobs
     counts on the scheduler's side, and leaves it empty. What has its default is not pickled: in most steps all else.
     """
 
@@ -143,7 +143,7 @@ class MultiKVConnectorMetadata(stock.MultiKVConnectorMetadata):
     has_forward: bool = True  # whether tokens are scheduled in this step
     note: Any = None  # an annotator's, for the workers' observers
     isolated: Isolated | None = None  # if connectors are isolated, or lookups may stay open
-    lost: frozenset[int] = frozenset()  # isolated children whose metadata could not be pickled, or not be read here
+    lost: frozenset[int] = frozenset()  # isolated connectors whose metadata could not be pickled, or not be read here
 
     def __init__(self, metadata: tuple[base.KVConnectorMetadata, ...], **others: Any) -> None:
         self.metadata = metadata
@@ -167,12 +167,14 @@ class IsolatingMetadata(MultiKVConnectorMetadata):
 
 @dataclass
 class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
-    """The workers' metadata for the scheduler: the children's own by position, and the children's reports."""
+    """The workers' metadata for the scheduler: the connectors' own by position, and the connectors' reports."""
 
     reports: list[Report] = field(default_factory=list)
-    broken: frozenset[tuple[int, int]] = frozenset()  # (child, epoch) of isolated children that failed on a worker
+    broken: frozenset[tuple[int, int]] = (
+        frozenset()
+    )  # (connector, epoch) of isolated connectors that failed on a worker
     notes: list[Any] = field(default_factory=list)  # of the workers' observers, for the scheduler's
-    isolated: frozenset[int] = frozenset()  # the isolated children
+    isolated: frozenset[int] = frozenset()  # the isolated connectors
     lost: frozenset[int] = frozenset()  # those whose own part could not be pickled, read or merged
 
     def __getstate__(self) -> dict[str, Any]:
@@ -186,7 +188,7 @@ class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
             self.lost |= lost
 
     def aggregate(self, other: base.KVConnectorWorkerMetadata) -> MultiKVConnectorWorkerMetadata:
-        """Merge two ranks' metadata: the children's by their own rule, reports concatenated."""
+        """Merge two ranks' metadata: the connectors' by their own rule, reports concatenated."""
         if not isinstance(other, MultiKVConnectorWorkerMetadata) or len(other.metadata) != len(self.metadata):
             raise TypeError(
                 f"can't aggregate worker metadata of {len(self.metadata)} connectors with {other!r}: all ranks must "
@@ -218,25 +220,27 @@ def as_set(requests: Iterable[str]) -> set[str]:
     return requests if isinstance(requests, set) else set(requests)
 
 
-def checked(meta: object, children: int, ranks: int) -> MultiKVConnectorWorkerMetadata | None:
+def checked(meta: object, connectors: int, ranks: int) -> MultiKVConnectorWorkerMetadata | None:
     """Validate worker metadata.
 
     Raises:
-        TypeError: it belongs to another connector, or to different children.
-        ValueError: a report's child, rank or kind does not exist.
+        TypeError: it belongs to another connector, or to different connectors.
+        ValueError: a report's connector, rank or kind does not exist.
     """
     if meta is None:
         return None
     if not isinstance(meta, MultiKVConnectorWorkerMetadata):
         raise TypeError(f"worker metadata of another connector reached kvobs: {type(meta).__name__}")
-    if len(meta.metadata) != children:
-        raise TypeError(f"worker metadata of {len(meta.metadata)} connectors reached kvobs, which has {children}")
+    if len(meta.metadata) != connectors:
+        raise TypeError(f"worker metadata of {len(meta.metadata)} connectors reached kvobs, which has {connectors}")
     for report in meta.reports:
-        if not (0 <= report.child < children and 0 <= report.rank < ranks and type(report.kind) is ReportKind):
+        if not (
+            0 <= report.connector_index < connectors and 0 <= report.rank < ranks and type(report.kind) is ReportKind
+        ):
             raise ValueError(
                 f"a worker's report can't belong to this engine: {report!r:.200}; allowed: connectors 0 to "
-                f"{children - 1}, ranks 0 to {ranks - 1}, kinds {', '.join(ReportKind.__members__)}. All must run the "
-                "same version of kvobs"
+                f"{connectors - 1}, ranks 0 to {ranks - 1}, kinds {', '.join(ReportKind.__members__)}. All must run "
+                "the same version of kvobs"
             )
     return meta
 
@@ -245,87 +249,87 @@ def checked(meta: object, children: int, ranks: int) -> MultiKVConnectorWorkerMe
 class MultiHandshakeMetadata(base.KVConnectorHandshakeMetadata):
     """One rank's message to the scheduler's side before the first request."""
 
-    metadata: tuple[base.KVConnectorHandshakeMetadata | None, ...]  # the children's, by position; None: it has none
-    broken: frozenset[tuple[int, int]] = frozenset()  # the isolated children that failed at the start, with the epoch
+    metadata: tuple[base.KVConnectorHandshakeMetadata | None, ...]  # the connectors', by position; None: it has none
+    broken: frozenset[tuple[int, int]] = frozenset()  # the isolated connectors that failed at the start, with the epoch
     block_bytes: tuple[int, ...] = ()  # of a block on this rank, by KV cache group, if the scheduler can't compute them
 
 
 class MultiKVEvents(KVConnectorKVEvents):
-    """KV cache events of several children, each in its child's own container.
+    """KV cache events of several connectors, each in its connector's own container.
 
     vLLM's aggregator merges ranks through ``get_all_events``, ``add_events`` and ``increment_workers``. Here an
-    "event" of those calls is a pair (child, container), so that each child's own rule for merging ranks applies. The
-    container of an isolated child that fails is ``lost``: in such a pair it is None.
+    "event" of those calls is a pair (connector, container), so that each connector's own rule for merging ranks
+    applies. The container of an isolated connector that fails is ``lost``: in such a pair it is None.
     """
 
-    def __init__(self, by_child: dict[int, KVConnectorKVEvents], isolated: frozenset[int] = frozenset()) -> None:
-        self.by_child = by_child
+    def __init__(self, by_index: dict[int, KVConnectorKVEvents], isolated: frozenset[int] = frozenset()) -> None:
+        self.by_index = by_index
         self.isolated = isolated
         self.lost: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.isolated:
             return self.__dict__
-        parts = {i: _seal(i, part) if i in self.isolated else part for i, part in self.by_child.items()}
-        return {**self.__dict__, "by_child": parts}
+        parts = {i: _seal(i, part) if i in self.isolated else part for i, part in self.by_index.items()}
+        return {**self.__dict__, "by_index": parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.by_child, lost = opened(self.by_child)
-        for child in lost:
-            self._lose(child)
+        self.by_index, lost = opened(self.by_index)
+        for index in lost:
+            self._lose(index)
 
     def get_all_events(self) -> list[Any]:
-        """Return (child, container) pairs, for ``add_events`` of another rank's object."""
-        return [*self.by_child.items(), *((child, None) for child in self.lost)]
+        """Return (connector, container) pairs, for ``add_events`` of another rank's object."""
+        return [*self.by_index.items(), *((index, None) for index in self.lost)]
 
     def add_events(self, events: Sequence[Any]) -> None:
-        """Merge another rank's (child, container) pairs, and count its workers."""
-        for child, container in events:
-            if container is None or child in self.lost:
-                self._lose(child)
-            elif (mine := self.by_child.get(child)) is None:
-                self.by_child[child] = container
+        """Merge another rank's (connector, container) pairs, and count its workers."""
+        for index, container in events:
+            if container is None or index in self.lost:
+                self._lose(index)
+            elif (mine := self.by_index.get(index)) is None:
+                self.by_index[index] = container
             else:
-                self._merge(child, mine, container)
+                self._merge(index, mine, container)
 
     def add_of_same_rank(self, others: MultiKVEvents) -> None:
         """Add the events of another step of the same rank."""
-        for child, container in others.get_all_events():
-            if container is None or child in self.lost:
-                self._lose(child)
-            elif (mine := self.by_child.setdefault(child, container)) is not container:
-                self._merge(child, mine, container, is_other_rank=False)
+        for index, container in others.get_all_events():
+            if container is None or index in self.lost:
+                self._lose(index)
+            elif (mine := self.by_index.setdefault(index, container)) is not container:
+                self._merge(index, mine, container, is_other_rank=False)
 
-    def _merge(self, child: int, mine: Any, theirs: Any, *, is_other_rank: bool = True) -> None:
+    def _merge(self, index: int, mine: Any, theirs: Any, *, is_other_rank: bool = True) -> None:
         try:
             mine.add_events(theirs.get_all_events())
             if is_other_rank:
                 mine.increment_workers(theirs.get_number_of_workers())
         except BaseException as error:
-            if child not in self.isolated:
+            if index not in self.isolated:
                 raise
-            log_lost(child, error)
-            self._lose(child)
+            log_lost(index, error)
+            self._lose(index)
 
-    def _lose(self, child: int) -> None:
-        self.by_child.pop(child, None)
-        self.lost.add(child)
+    def _lose(self, index: int) -> None:
+        self.by_index.pop(index, None)
+        self.lost.add(index)
 
     def increment_workers(self, count: int = 1) -> None:
-        """Do nothing: ``add_events`` has counted the workers, child by child."""
+        """Do nothing: ``add_events`` has counted the workers, connector by connector."""
 
     def aggregate(self) -> MultiKVEvents:
-        """Let each child's container reduce its events to those that all its workers reported."""
-        for container in self.by_child.values():
+        """Let each connector's container reduce its events to those that all its workers reported."""
+        for container in self.by_index.values():
             container.aggregate()
         return self
 
     def get_number_of_workers(self) -> int:
-        """Return the largest number of workers of any child."""
-        return max((container.get_number_of_workers() for container in self.by_child.values()), default=0)
+        """Return the largest number of workers of any connector."""
+        return max((container.get_number_of_workers() for container in self.by_index.values()), default=0)
 
     def clear_events(self) -> None:
-        """Empty every child's container."""
-        for container in self.by_child.values():
+        """Empty every connector's container."""
+        for container in self.by_index.values():
             container.clear_events()

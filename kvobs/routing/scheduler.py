@@ -13,11 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.request import Request, RequestStatus
 
 from kvobs.clock import wall_ns
-from kvobs.connectors.child import Child
 from kvobs.connectors.fanout import call_all
-from kvobs.routing.audience import Audience
+from kvobs.connectors.sub_connector import SubConnector
 from kvobs.routing.completions import Completions
-from kvobs.routing.lookups import Offers
+from kvobs.routing.hook_targets import HookTargets
+from kvobs.routing.lookups import Lookups
 from kvobs.routing.metadata import (
     IsolatingMetadata,
     LoadOrder,
@@ -58,10 +58,10 @@ class StatsPath(Protocol):
 class SchedulerSide:
     """Routes the scheduler's hooks."""
 
-    children: Sequence[Child]
+    connectors: Sequence[SubConnector]
     ledger: Ledger
-    offers: Offers
-    audience: Audience
+    lookups: Lookups
+    targets: HookTargets
     completions: Completions
     next_orders: NextOrders
     facts: EngineFacts
@@ -70,28 +70,28 @@ class SchedulerSide:
     stats: StatsPath
 
     def __post_init__(self) -> None:
-        self._finished_counts: list[int | None] = [None] * len(self.children)
+        self._finished_counts: list[int | None] = [None] * len(self.connectors)
         self.observer.laid_out(self.facts.layout)
-        self._isolated = frozenset([child.index for child in self.children if child.gate is not None])
+        self._isolated = frozenset([connector.index for connector in self.connectors if connector.gate is not None])
 
     # Lookup and allocation
 
     def on_new_request(self, request: Request) -> None:
         self.ledger.arrive(request.request_id)
-        for child in self.audience.arrive(request.request_id):
-            child.on_new_request(request)
+        for connector in self.targets.arrive(request.request_id):
+            connector.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Look the request up in the connectors by the load policy; the owner is set when vLLM allocates."""
         began = wall_ns() if self.observer.wants_lookups else 0
-        if self.audience.may_hide:
-            self.audience.looks_up(request.request_id)
-        best = self.offers.ask(request, num_computed_tokens)
+        if self.targets.may_hide:
+            self.targets.looks_up(request.request_id)
+        best = self.lookups.look_up(request, num_computed_tokens)
         if began:
             self.observer.looked_up(request, began, wall_ns())
         if best is None:
             return None, False  # vLLM loads nothing before a lookup that has ended
-        self.ledger.propose(request.request_id, (best.child, best.is_async) if best.tokens else None)
+        self.ledger.propose(request.request_id, (best.connector_index, best.is_async) if best.tokens else None)
         return best.tokens, best.is_async
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -100,15 +100,15 @@ class SchedulerSide:
         candidate = self.ledger.candidate(request_id) if tokens > 0 else None
         owner, is_async = candidate if candidate is not None else (None, False)
         if not is_async:
-            self.offers.lift_bans(request_id)
-        lookup = self.offers.settle(request_id)
+            self.lookups.lift_bans(request_id)
+        lookup = self.lookups.resolve(request_id)
         self.observer.allocated(request, lookup, owner, tokens)
         self._admit(request, blocks, tokens, lookup, owner, is_async=is_async)
-        children: Iterable[Child] = self.children
-        if self.audience.may_hide:
-            children = self.audience.allocate(request, blocks, lookup.local, lookup.left_open)
-        for child in children:
-            child.update_state_after_alloc(request, blocks, tokens if child.index == owner else 0)
+        connectors: Iterable[SubConnector] = self.connectors
+        if self.targets.may_hide:
+            connectors = self.targets.allocate(request, blocks, lookup.local, lookup.left_open)
+        for connector in connectors:
+            connector.update_state_after_alloc(request, blocks, tokens if connector.index == owner else 0)
 
     def _admit(
         self,
@@ -136,21 +136,25 @@ class SchedulerSide:
         )
         if load is not None:
             self.observer.admitted(request.request_id, load)
-            order = LoadOrder(load.child, load.is_async, load.blocks, self.annotator.of_load(request.request_id))
+            order = LoadOrder(
+                load.connector_index, load.is_async, load.blocks, self.annotator.of_load(request.request_id)
+            )
             if self._isolated:
-                others = [offer.child for offer in lookup.offers if offer.tokens and offer.child != owner]
+                others = [
+                    offer.connector_index for offer in lookup.offers if offer.tokens and offer.connector_index != owner
+                ]
                 order = order._replace(hit_by=tuple(self._isolated.intersection(others)))
             self.next_orders.orders.loads[request.request_id] = order
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> Any:
         """Return the answer of the chosen connector; vLLM may ask before it allocates."""
-        return self.children[self.ledger.choice(request.request_id) or 0].get_loaded_kv_cache_group_ids(request)
+        return self.connectors[self.ledger.choice(request.request_id) or 0].get_loaded_kv_cache_group_ids(request)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
         if (choice := self.ledger.choice(request.request_id)) is None:
-            first = self.children[0].connector
+            first = self.connectors[0].wrapped
             return KVConnectorBase_V1.get_external_cache_hit_sources(first, request, num_external_tokens)
-        sources = self.children[choice].get_external_cache_hit_sources(request, num_external_tokens)
+        sources = self.connectors[choice].get_external_cache_hit_sources(request, num_external_tokens)
         self.observer.sourced(choice, num_external_tokens, sources)
         return sources
 
@@ -165,15 +169,15 @@ class SchedulerSide:
     def _by_choice(self, hook: str, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Call a hook of the chosen connector; without one, return the answer of vLLM's base class."""
         if (choice := self.ledger.choice(request.request_id)) is None:
-            return getattr(KVConnectorBase_V1, hook)(self.children[0].connector, request, *args, **kwargs)
-        return getattr(self.children[choice], hook)(request, *args, **kwargs)
+            return getattr(KVConnectorBase_V1, hook)(self.connectors[0].wrapped, request, *args, **kwargs)
+        return getattr(self.connectors[choice], hook)(request, *args, **kwargs)
 
     # The step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
-        audience, may_hide = self.audience, self.audience.may_hide
+        targets, may_hide = self.targets, self.targets.may_hide
         if may_hide:
-            audience.begin_step(scheduler_output)
+            targets.begin_step(scheduler_output)
         orders, has_sync_loads = None, False
         if self.next_orders.made is not None or self.ledger.failures:
             orders = self.next_orders.take(self.ledger)
@@ -181,22 +185,22 @@ class SchedulerSide:
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
         note = self.annotator.of_step(scheduler_output, has_forward=has_forward, has_sync_loads=has_sync_loads)
         metadata: list[Any] = []
-        for child in self.children:
+        for connector in self.connectors:
             if may_hide:
-                metadata.append(audience.build(child, scheduler_output))
+                metadata.append(targets.build(connector, scheduler_output))
             else:
-                metadata.append(child.build_connector_meta(scheduler_output))
+                metadata.append(connector.build_connector_meta(scheduler_output))
         step = (IsolatingMetadata if may_hide else MultiKVConnectorMetadata)(tuple(metadata))
         if orders is not None:
             step.orders = orders
             if has_sync_loads and may_hide:
-                orders.unmade = audience.unmade(orders)
+                orders.unmade = targets.unmade(orders)
         if not has_forward:
             step.has_forward = False
         if note is not None:
             step.note = note
         if may_hide:
-            step.isolated = audience.isolated(scheduler_output.finished_req_ids)
+            step.isolated = targets.isolated(scheduler_output.finished_req_ids)
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -209,9 +213,9 @@ class SchedulerSide:
 
     def register_finished_partial_tail(self, request: Request, block_ids: Any, partial_tail_offloads: Any) -> bool:
         """Offer the partial tail to every connector; one that accepts it has promised a save."""
-        for child in self.audience.savers(request.request_id):
-            if child.register_finished_partial_tail(request, block_ids, partial_tail_offloads):
-                self.ledger.accept_tail(request.request_id, child.index)
+        for connector in self.targets.savers(request.request_id):
+            if connector.register_finished_partial_tail(request, block_ids, partial_tail_offloads):
+                self.ledger.accept_tail(request.request_id, connector.index)
         return bool(self.ledger.tails(request.request_id))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, Params | None]:
@@ -220,7 +224,7 @@ class SchedulerSide:
     def request_finished_all_groups(self, request: Request, block_ids: BlockIds) -> tuple[bool, Params | None]:
         """Report the end to every connector; hold blocks while a promised save is open; merge the client's params."""
         request_id = request.request_id
-        known_to, all_support_hma = self.audience.of(request_id), self.facts.all_support_hma
+        known_to, all_support_hma = self.targets.of(request_id), self.facts.all_support_hma
         promised, params = finish_all(known_to, request, block_ids, all_support_hma=all_support_hma)
         promised = promised | self.ledger.tails(request_id)
         promises = [(index, self._reports_expected(index)) for index in sorted(promised)]
@@ -235,11 +239,11 @@ class SchedulerSide:
             self.observer.aborted(request_id, finished.aborted, by_error=is_error)
         if finished.early and not finished.holds:
             self.completions.early.add(request_id)
-        for stray in finished.stray:
-            self.observer.stray(stray)
+        for unexpected in finished.unexpected:
+            self.observer.unexpected(unexpected)
         params = self.annotator.of_client(request, params) or params
-        self.offers.forget(request_id)
-        self.audience.forget(request_id)
+        self.lookups.discard(request_id)
+        self.targets.forget(request_id)
         self.observer.request_ended(request)
         return finished.holds, params
 
@@ -247,7 +251,7 @@ class SchedulerSide:
 
     def get_finished_count(self) -> int | None:
         """Return None, since reports are counted here by connector and rank; keep the number that each states."""
-        self._finished_counts = [child.get_finished_count() for child in self.children]
+        self._finished_counts = [connector.get_finished_count() for connector in self.connectors]
         return None
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -262,38 +266,38 @@ class SchedulerSide:
             if not isinstance(part, MultiHandshakeMetadata):
                 raise TypeError(f"handshake metadata of another connector reached kvobs: {type(part).__name__}")
             # Before the first lookup, which may wait for an answer of the worker's side, forever.
-            self.audience.isolation.record_failures(part.broken)
+            self.targets.isolation.record_failures(part.broken)
         if by_rank := [part.block_bytes for part in metadata.values() if part.block_bytes]:
             layout = self.facts.layout.measured(by_rank, self.completions.ranks)
             self.facts = self.facts._replace(layout=layout)
             self.observer.laid_out(layout)
-        for child in self.children:
-            own = {rank: part.metadata[child.index] for rank, part in metadata.items()}
-            getattr(child, hook)({rank: part for rank, part in own.items() if part is not None})
+        for connector in self.connectors:
+            own = {rank: part.metadata[connector.index] for rank, part in metadata.items()}
+            getattr(connector, hook)({rank: part for rank, part in own.items() if part is not None})
 
     def reset_cache(self) -> bool:
         """Reset every connector's cache, even if one refuses or raises; return whether none refused."""
-        return all(answer is not False for answer in call_all("reset_cache", self.children))
+        return all(answer is not False for answer in call_all("reset_cache", self.connectors))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self.stats.collect()
 
-    def _reports_expected(self, child: int | None) -> int:
+    def _reports_expected(self, index: int | None) -> int:
         # At most the ranks that there are: vLLM ignores the number with one worker, and waits for ever with several.
-        stated = self._finished_counts[child] if child is not None else None
+        stated = self._finished_counts[index] if index is not None else None
         return min(stated or self.facts.reporting, self.facts.reporting)
 
 
 def finish_all(
-    children: Sequence[Child], request: Request, block_ids: BlockIds, *, all_support_hma: bool
+    connectors: Sequence[SubConnector], request: Request, block_ids: BlockIds, *, all_support_hma: bool
 ) -> tuple[set[int], Params | None]:
-    """Report the end of the request to every child; return the children that promise a save, and the merged params.
+    """Report the end of the request to every connector; return which ones promise a save, and the merged params.
 
-    As in vLLM, the same one of two hooks is called for all children, chosen by ``all_support_hma``.
+    As in vLLM, the same one of two hooks is called for all connectors, chosen by ``all_support_hma``.
 
     Raises:
-        RuntimeError: two children return the same key; names both and the key.
-        ValueError: the request has several KV cache groups, but a child supports only one.
+        RuntimeError: two connectors return the same key; names both and the key.
+        ValueError: the request has several KV cache groups, but a connector supports only one.
     """
     if not all_support_hma and len(block_ids) != 1:
         raise ValueError(
@@ -303,20 +307,20 @@ def finish_all(
     promised: set[int] = set()
     merged: Params | None = None
     owners: dict[str, str] = {}
-    for child in children:
+    for connector in connectors:
         if all_support_hma:
-            promises, params = child.request_finished_all_groups(request, block_ids)
+            promises, params = connector.request_finished_all_groups(request, block_ids)
         else:
-            promises, params = child.request_finished(request, block_ids[0])
+            promises, params = connector.request_finished(request, block_ids[0])
         if promises:
-            promised.add(child.index)
+            promised.add(connector.index)
         if params is not None:
             if clashes := sorted(owners.keys() & params):
-                listed = ", ".join(f"{key!r} (from {owners[key]!r} and {child.name!r})" for key in clashes)
+                listed = ", ".join(f"{key!r} (from {owners[key]!r} and {connector.name!r})" for key in clashes)
                 raise RuntimeError(
                     f"two connectors return the same key of kv_transfer_params: {listed}. A client can't distinguish "
                     "them; configure only one of them"
                 )
-            owners.update(dict.fromkeys(params, child.name))
+            owners.update(dict.fromkeys(params, connector.name))
             merged = {**(merged or {}), **params}
     return promised, merged

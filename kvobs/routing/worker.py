@@ -1,4 +1,4 @@
-"""Route on a worker's side: give each child its part, and pass the children's reports on to the scheduler.
+"""Route on a worker's side: give each connector its part, and pass the connectors' reports on to the scheduler.
 
 There is one instance in every worker. It does not decide on completions: the scheduler counts them by rank.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvobs.clock import wall_ns
 from kvobs.connectors.block_copies import BlockCopies, CopyBlocks
-from kvobs.connectors.child import Child
+from kvobs.connectors.sub_connector import SubConnector
 from kvobs.log import once
 from kvobs.routing.metadata import (
     LoadOrder,
@@ -62,11 +62,11 @@ class WorkerStats(Protocol):
 class WorkerSide:
     """Routes a worker's hooks."""
 
-    children: Sequence[Child]
+    connectors: Sequence[SubConnector]
     rank: int  # within its engine
     ids_are_unique: bool  # whether a block id identifies a request: it is unique only within a KV cache group
     copies: BlockCopies
-    gates: WorkerGates | None  # of the isolated children, if there are any
+    gates: WorkerGates | None  # of the isolated connectors, if there are any
     observer: WorkerObserver
     stats: WorkerStats
     block_bytes: tuple[int, ...] = ()  # as in ``MultiHandshakeMetadata``
@@ -74,28 +74,28 @@ class WorkerSide:
     """Set, and ``bind`` called, before the first hook and whenever a connector's hooks have changed."""
 
     def __post_init__(self) -> None:
-        self._load_ns: dict[int, int] = {}  # child -> time of its sync loads in this step
-        self._loaded_ns: dict[int, int] = {}  # child -> end of its last layer wait in this step
+        self._load_ns: dict[int, int] = {}  # connector -> time of its sync loads in this step
+        self._loaded_ns: dict[int, int] = {}  # connector -> end of its last layer wait in this step
         self._meta: MultiKVConnectorMetadata | None = None
         self._orders = NO_ORDERS
         self._loads: dict[str, LoadOrder] = {}  # open loads, to find the owner of a bad block
         self._resumed: dict[str, LoadOrder] = {}  # asynchronous loads that have ended before this step
-        self._isolated = frozenset([child.index for child in self.children if child.gate is not None])
+        self._isolated = frozenset([connector.index for connector in self.connectors if connector.gate is not None])
         self._returned: set[str] = set()  # those whose receipt was returned to vLLM
         self._orphaned: set[str] = set()  # those whose request has ended
-        self._began: dict[tuple[int, str], int] = {}  # (child, request) -> when this rank got the order
+        self._began: dict[tuple[int, str], int] = {}  # (connector, request) -> when this rank got the order
         self._reports: list[Report] = []
         self._failed_syncs: set[str] = set()
         self._bad_blocks: set[int] = set()  # of these, which are reported by request
-        self._further: dict[str, list[Any]] = {}  # further fields of the children's results
+        self._further: dict[str, list[Any]] = {}  # further fields of the connectors' results
 
     def bind(self) -> None:
         """Note which hooks each connector implements; again when a plug-in has replaced one."""
         preempting, with_events = "handle_preemptions", "get_kv_connector_kv_cache_events"
-        self._handling_preemptions = [child for child in self.children if preempting in child.implemented]
-        self._with_events = [child for child in self.children if with_events in child.implemented]
+        self._handling_preemptions = [connector for connector in self.connectors if preempting in connector.implemented]
+        self._with_events = [connector for connector in self.connectors if with_events in connector.implemented]
         if self.gates is not None:
-            self.gates.bind(self.children)
+            self.gates.bind(self.connectors)
 
     # Before the forward
 
@@ -105,15 +105,15 @@ class WorkerSide:
             raise _foreign(meta)
         if self.gates is not None:
             self.gates.begin_step(meta)
-        for child in self._handling_preemptions:
-            child.handle_preemptions(meta.metadata[child.index])
+        for connector in self._handling_preemptions:
+            connector.handle_preemptions(meta.metadata[connector.index])
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         if not isinstance(connector_metadata, MultiKVConnectorMetadata):
             raise _foreign(connector_metadata)
         self._meta = meta = connector_metadata
         self._orders = orders = meta.orders if meta.orders is not None else NO_ORDERS
-        loads = () if orders is NO_ORDERS else [(load.child, load.note) for load in orders.loads.values()]
+        loads = () if orders is NO_ORDERS else [(load.connector_index, load.note) for load in orders.loads.values()]
         if self.observer.wants_reports and orders is not NO_ORDERS:
             self.observer.reported(None, ReportKind.RECEIVED, orders.closed)
             self.observer.reported(None, ReportKind.FAILED, orders.failed)
@@ -123,14 +123,14 @@ class WorkerSide:
             self.gates.lose(meta.lost)
         if orders is not NO_ORDERS:
             self._take(orders)
-        for child, part in zip(self.children, meta.metadata, strict=True):
-            child.bind_connector_metadata(part)
+        for connector, part in zip(self.connectors, meta.metadata, strict=True):
+            connector.bind_connector_metadata(part)
 
     def _take(self, orders: Orders) -> None:
         self._orphaned.update(orders.orphaned)  # before the ones that have already ended
         for request in orders.closed:
             if (over := self._loads.pop(request, None)) is not None:
-                self._began.pop((over.child, request), None)  # a rank need not report
+                self._began.pop((over.connector_index, request), None)  # a rank need not report
                 if over.is_async and over.hit_by and request not in self._orphaned:  # whose blocks are others'
                     self._resumed[request] = over
             self._orphaned.discard(request)
@@ -143,7 +143,7 @@ class WorkerSide:
 
     def _note_begin(self, orders: Orders) -> None:
         """Note when this rank got the orders for loads and saves, until it reports their end."""
-        begun = [(load.child, request) for request, load in orders.loads.items()] + orders.promised
+        begun = [(load.connector_index, request) for request, load in orders.loads.items()] + orders.promised
         self._began.update(dict.fromkeys(begun, wall_ns()))
         while len(self._began) > BEGUN_AT_MOST:
             del self._began[next(iter(self._began))]
@@ -151,7 +151,7 @@ class WorkerSide:
     # After the forward
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Collect the children's reports for the scheduler, which counts them; return those that vLLM must read itself.
+        """Collect the connectors' reports for the scheduler, which counts them; return what vLLM must read itself.
 
         These are failed loads: vLLM reads them before it calls the scheduler's side. Its aggregator passes on a failure
         once every rank has reported the load, so the owners' receipts are returned too.
@@ -159,23 +159,23 @@ class WorkerSide:
         received: set[str] = set()
         failed: set[str] = set()
         may_hide = self.gates is not None or (self._meta is not None and self._meta.isolated is not None)
-        for child in self.children:
-            finished = self._finished_for(child, finished_req_ids) if may_hide else finished_req_ids
-            results = child.get_transfer_results(finished)
+        for connector in self.connectors:
+            finished = self._finished_for(connector, finished_req_ids) if may_hide else finished_req_ids
+            results = connector.get_transfer_results(finished)
             if FURTHER_RESULTS:
                 self._note_further(results)
             if results.failed_recving or results.finished_recving or results.finished_sending:
                 arrived, bad = as_set(results.finished_recving), as_set(results.failed_recving)
-                owned = self._first_of_owned(child, arrived)
+                owned = self._first_of_owned(connector, arrived)
                 if self.observer.may_refuse and owned:
-                    bad = bad | self.observer.refused(child.index, owned - bad)
+                    bad = bad | self.observer.refused(connector.index, owned - bad)
                 received |= owned
                 failed |= bad & owned
-                self._report(child, ReportKind.FAILED, bad)
+                self._report(connector, ReportKind.FAILED, bad)
                 if bad:
-                    self._note_bad_syncs(child, bad)
-                self._report(child, ReportKind.RECEIVED, arrived - bad)
-                self._report(child, ReportKind.SAVED, results.finished_sending)
+                    self._note_bad_syncs(connector, bad)
+                self._report(connector, ReportKind.RECEIVED, arrived - bad)
+                self._report(connector, ReportKind.SAVED, results.finished_sending)
         # Failures found by the scheduler's side: every rank reports them in the same step.
         ordered = self._orders.failed
         further = {name: agreed(values) for name, values in self._further.items()} if self._further else {}
@@ -184,24 +184,24 @@ class WorkerSide:
             finished_recving=received.union(ordered), failed_recving=failed.union(ordered), **further
         )
 
-    def _first_of_owned(self, child: Child, requests: set[str]) -> set[str]:
-        """Return the requests whose asynchronous load this child owns, once per load."""
+    def _first_of_owned(self, connector: SubConnector, requests: set[str]) -> set[str]:
+        """Return the requests whose asynchronous load this connector owns, once per load."""
         first = set()
         for request in requests - self._returned:
             load = self._loads.get(request)
-            if load is not None and load.child == child.index and load.is_async:
+            if load is not None and load.connector_index == connector.index and load.is_async:
                 first.add(request)
         self._returned |= first
         return first
 
-    def _note_bad_syncs(self, child: Child, failed: set[str]) -> None:
+    def _note_bad_syncs(self, connector: SubConnector, failed: set[str]) -> None:
         """Note the blocks of the step's synchronous loads that another connector reports as failed.
 
         vLLM reads a failed load of a request that waits only. The connector may have written into these blocks.
         """
         for request in failed:
             load = self._loads.get(request)
-            if load is not None and load.child != child.index and self._is_sync(request, load):
+            if load is not None and load.connector_index != connector.index and self._is_sync(request, load):
                 self._failed_syncs.add(request)
                 self._bad_blocks |= _blocks_of(load)
 
@@ -209,12 +209,12 @@ class WorkerSide:
         """Return whether a load is synchronous, and of this step."""
         return not load.is_async and request in self._orders.loads
 
-    def _finished_for(self, child: Child, finished: set[str]) -> set[str]:
-        """Return the finished requests for a child, without those hidden from it."""
+    def _finished_for(self, connector: SubConnector, finished: set[str]) -> set[str]:
+        """Return the finished requests for a connector, without those hidden from it."""
         isolated = self._meta.isolated if self._meta is not None else None
-        if isolated is not None and (hidden := isolated.hidden.get(child.index)):
+        if isolated is not None and (hidden := isolated.hidden.get(connector.index)):
             finished = finished - hidden
-        return self.gates.finished(child.index, finished) if self.gates is not None else finished
+        return self.gates.finished(connector.index, finished) if self.gates is not None else finished
 
     def _note_further(self, results: Any) -> None:
         """Keep the further fields of a connector's results, if they have content."""
@@ -223,14 +223,14 @@ class WorkerSide:
                 self._further.setdefault(name, []).append(value)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Collect the children's reports in vLLM before 0.30, which has no ``get_transfer_results``."""
+        """Collect the connectors' reports in vLLM before 0.30, which has no ``get_transfer_results``."""
         if KVConnectorTransferResults is not None:
             received = self.get_transfer_results(finished_req_ids).finished_recving
             return None, received or None
-        for child in self.children:
-            sent, received = child.get_finished(self._finished_for(child, finished_req_ids))
-            self._report(child, ReportKind.RECEIVED, received or ())
-            self._report(child, ReportKind.SAVED, sent or ())
+        for connector in self.connectors:
+            sent, received = connector.get_finished(self._finished_for(connector, finished_req_ids))
+            self._report(connector, ReportKind.RECEIVED, received or ())
+            self._report(connector, ReportKind.SAVED, sent or ())
         return None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -240,10 +240,10 @@ class WorkerSide:
         reported as failed instead. For all others this is not possible, and vLLM raises.
         """
         passed_on, self._bad_blocks = self._bad_blocks, set()
-        for child in self.children:
-            bad = child.get_block_ids_with_load_errors()
+        for connector in self.connectors:
+            bad = connector.get_block_ids_with_load_errors()
             if bad:
-                passed_on |= self._attribute(child, bad)
+                passed_on |= self._attribute(connector, bad)
         if self.gates is not None and self._meta is not None:
             for request, load in self.gates.failed_sync_loads(self._meta):
                 self._failed_syncs.add(request)
@@ -252,7 +252,7 @@ class WorkerSide:
                 passed_on |= _blocks_of(load) if self.ids_are_unique else set()
         return passed_on
 
-    def _attribute(self, child: Child, bad: set[int]) -> set[int]:
+    def _attribute(self, connector: SubConnector, bad: set[int]) -> set[int]:
         """Report the loads that a connector's bad blocks belong to; return the blocks to pass on to vLLM.
 
         Connectors may load what they were not chosen for, and break another one's load: a request must not continue
@@ -265,18 +265,18 @@ class WorkerSide:
                 continue
             known |= hit
             if load.is_async and not (self.ids_are_unique or KVConnectorTransferResults is None):
-                self._report(child, ReportKind.SPOILED, (request,))
+                self._report(connector, ReportKind.UNMAPPED_BAD_BLOCKS, (request,))
                 continue
             passed_on |= hit
             if is_sync := self._is_sync(request, load):
                 self._failed_syncs.add(request)
-            if load.is_async or (is_sync and load.child != child.index):
-                self._report(child, ReportKind.HOLED, (request,))
+            if load.is_async or (is_sync and load.connector_index != connector.index):
+                self._report(connector, ReportKind.BAD_BLOCKS, (request,))
         if unknown := bad - known:
-            may_raise = self.ids_are_unique or child.gate is None  # vLLM, with several KV cache groups
+            may_raise = self.ids_are_unique or connector.gate is None  # vLLM, with several KV cache groups
             outcome = "passed on to vLLM" if may_raise else "ignored, because vLLM would crash the engine"
             text = "connector %r reported load errors for blocks that belong to no open load (such as %s); they are %s"
-            once(f"blocks:{child.name}", logging.WARNING, text, child.name, sorted(unknown)[:4], outcome)
+            once(f"blocks:{connector.name}", logging.WARNING, text, connector.name, sorted(unknown)[:4], outcome)
             passed_on |= unknown if may_raise else set()
         return passed_on
 
@@ -289,26 +289,26 @@ class WorkerSide:
         return self.stats.collect()
 
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
-        by_child: dict[int, Any] = {}
-        for child in self._with_events:
-            if (events := child.get_kv_connector_kv_cache_events()) is not None:
-                by_child[child.index] = events
-        return MultiKVEvents(by_child, self._isolated) if by_child else None
+        by_index: dict[int, Any] = {}
+        for connector in self._with_events:
+            if (events := connector.get_kv_connector_kv_cache_events()) is not None:
+                by_index[connector.index] = events
+        return MultiKVEvents(by_index, self._isolated) if by_index else None
 
     def build_connector_worker_meta(self) -> MultiKVConnectorWorkerMetadata | None:
         metadata, has_parts = [], False
-        for child in self.children:
-            metadata.append(part := child.build_connector_worker_meta())
+        for connector in self.connectors:
+            metadata.append(part := connector.build_connector_worker_meta())
             has_parts = has_parts or part is not None
         if self._orders.loads or self._failed_syncs:
             self._report_syncs()
         broken: frozenset[tuple[int, int]] = frozenset()
         if self.gates is not None:
             for index, request, has_not_begun in self.gates.failed_loads(self._meta) if self._meta is not None else ():
-                kind = ReportKind.FAILED if has_not_begun else ReportKind.SPOILED
-                self._report(self.children[index], kind, (request,))
+                kind = ReportKind.FAILED if has_not_begun else ReportKind.UNMAPPED_BAD_BLOCKS
+                self._report(self.connectors[index], kind, (request,))
             for request, load in self.gates.spoiled(self._loads):
-                self._report(self.children[load.child], ReportKind.SPOILED, (request,))
+                self._report(self.connectors[load.connector_index], ReportKind.UNMAPPED_BAD_BLOCKS, (request,))
             broken = self.gates.take_broken()
         reports, self._reports = self._reports, []
         notes = self.observer.take_notes() if self.observer.wants_reports else []
@@ -318,45 +318,47 @@ class WorkerSide:
         return MultiKVConnectorWorkerMetadata(parts, reports=reports, broken=broken, notes=notes, isolated=isolated)
 
     def _report_syncs(self) -> None:
-        """Report the end of this step's synchronous loads: children do not report it.
+        """Report the end of this step's synchronous loads: connectors do not report it.
 
-        The step waited once for all loads of a child: each has its share of that, by its blocks.
+        The step waited once for all loads of a connector: each has its share of that, by its blocks.
         """
         loads = {request: load for request, load in self._orders.loads.items() if not load.is_async}
         left_ns, left_blocks = Counter(self._load_ns), Counter[int]()
         for load in loads.values():
-            left_blocks[load.child] += _size(load)
+            left_blocks[load.connector_index] += _size(load)
         for request, load in loads.items():
             kind = ReportKind.SYNC_FAILED if request in self._failed_syncs else ReportKind.SYNC_DONE
             if self.observer.wants_reports:
-                self.observer.reported(load.child, kind, (request,))
-            spent_ns = left_ns[load.child] * _size(load) // left_blocks[load.child]
-            left_ns[load.child] -= spent_ns
-            left_blocks[load.child] -= _size(load)
-            began_ns = self._began.pop((load.child, request), 0)
+                self.observer.reported(load.connector_index, kind, (request,))
+            spent_ns = left_ns[load.connector_index] * _size(load) // left_blocks[load.connector_index]
+            left_ns[load.connector_index] -= spent_ns
+            left_blocks[load.connector_index] -= _size(load)
+            began_ns = self._began.pop((load.connector_index, request), 0)
             # With layer hooks it is complete after the last layer wait.
-            ended_ns = max(began_ns + self._load_ns.get(load.child, 0), self._loaded_ns.get(load.child, 0))
-            self._reports.append(Report(self.rank, kind, request, load.child, ended_ns, spent_ns, began_ns))
+            ended_ns = max(
+                began_ns + self._load_ns.get(load.connector_index, 0), self._loaded_ns.get(load.connector_index, 0)
+            )
+            self._reports.append(Report(self.rank, kind, request, load.connector_index, ended_ns, spent_ns, began_ns))
         self._failed_syncs.clear()
 
     def clear_connector_metadata(self) -> None:
         self._meta, self._orders = None, NO_ORDERS
         self._resumed.clear()
-        for child in self.children:
-            child.clear_connector_metadata()
+        for connector in self.connectors:
+            connector.clear_connector_metadata()
         self.observer.step_ended()
 
     # Once
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
-        """Give each child its own copy operation, so that its copies are counted."""
-        for child in self.children:
-            if "set_host_xfer_buffer_ops" in child.implemented:
-                child.set_host_xfer_buffer_ops(self.copies.operation(child.index, copy_operation))
+        """Give each connector its own copy operation, so that its copies are counted."""
+        for connector in self.connectors:
+            if "set_host_xfer_buffer_ops" in connector.implemented:
+                connector.set_host_xfer_buffer_ops(self.copies.operation(connector.index, copy_operation))
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        """Return the memory pool that a child provides for the KV cache, if any."""
-        answers = ((child.name, child.get_mem_pool_context()) for child in self.children)
+        """Return the memory pool that a connector provides for the KV cache, if any."""
+        answers = ((connector.name, connector.get_mem_pool_context()) for connector in self.connectors)
         pools = {name: pool for name, pool in answers if pool is not None}
         if len(pools) > 1:
             raise ValueError(
@@ -366,24 +368,24 @@ class WorkerSide:
         return next(iter(pools.values()), None)
 
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
-        """Return the children's handshakes, which isolated children failed at the start, and sizes of blocks."""
-        handshakes = tuple(child.get_handshake_metadata() for child in self.children)
+        """Return the connectors' handshakes, which isolated connectors failed at the start, and sizes of blocks."""
+        handshakes = tuple(connector.get_handshake_metadata() for connector in self.connectors)
         broken = self.gates.broken if self.gates is not None else frozenset()
         if not broken and not self.block_bytes and all(handshake is None for handshake in handshakes):
             return None
         return MultiHandshakeMetadata(handshakes, broken, self.block_bytes)
 
-    def _report(self, child: Child, kind: ReportKind, requests: Any) -> None:
+    def _report(self, connector: SubConnector, kind: ReportKind, requests: Any) -> None:
         if not requests:
             return
         requests = as_set(requests)
         now = wall_ns()
         if self.observer.wants_reports:
-            self.observer.reported(child.index, kind, requests)
+            self.observer.reported(connector.index, kind, requests)
         for request in requests:
-            began_ns = self._began.pop((child.index, request), 0) if kind in ENDINGS else 0
+            began_ns = self._began.pop((connector.index, request), 0) if kind in ENDINGS else 0
             spent_ns = now - began_ns if began_ns else 0
-            self._reports.append(Report(self.rank, kind, request, child.index, now, spent_ns, began_ns))
+            self._reports.append(Report(self.rank, kind, request, connector.index, now, spent_ns, began_ns))
 
 
 def _foreign(meta: object) -> TypeError:
@@ -391,7 +393,7 @@ def _foreign(meta: object) -> TypeError:
 
 
 def agreed(values: Sequence[Any]) -> Any:
-    """Return one value for several children's: sets united, and dicts joined without entries that two of them dispute.
+    """Return one value for several connectors': sets united, and dicts joined without entries that two of them dispute.
 
     As in vLLM's router, a disputed entry belongs to no connector. Other values must be equal; else
     the result is the first one's type, empty.

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvobs.connectors.child import Child, Unbuilt
 from kvobs.connectors.gate import AT_ANY_TIME, Gate, ends_for_good
 from kvobs.connectors.specs import NEVER_AGAIN, name_among
+from kvobs.connectors.sub_connector import SubConnector, Unbuilt
 from kvobs.log import line, once
 from kvobs.routing.metadata import LoadOrder, MultiKVConnectorMetadata
 from kvobs.state.quarantine import FOR_GOOD, IsolationState
@@ -28,13 +28,15 @@ _SAVING = frozenset({"save_kv_layer", "wait_for_save"})
 class WorkerGates:
     """The isolated connectors on one worker."""
 
-    def __init__(self, children: Sequence[Child]) -> None:
-        self._gates = {child.index: child.gate for child in children if child.gate is not None}
+    def __init__(self, connectors: Sequence[SubConnector]) -> None:
+        self._gates = {connector.index: connector.gate for connector in connectors if connector.gate is not None}
         self._states = dict.fromkeys(self._gates, IsolationState(0, is_out=False))  # the scheduler's last
         self._failed_for_good: set[int] = set()
-        self._names = [child.name for child in children]
-        self.bind(children)
-        self._never_again = {child.index for child in children if name_among(type(child.connector), NEVER_AGAIN)}
+        self._names = [connector.name for connector in connectors]
+        self.bind(connectors)
+        self._never_again = {
+            connector.index for connector in connectors if name_among(type(connector.wrapped), NEVER_AGAIN)
+        }
         self._broken: set[tuple[int, int]] = set()
         self._loads: dict[int, list[LoadOrder]] = {}  # of this step
         self._raised: set[int] = set()  # connectors whose start_load_kv raised in this step
@@ -43,12 +45,14 @@ class WorkerGates:
         self._unreported: dict[int, set[str]] = {}  # finished requests of steps in which it was not called
         for index, gate in self._gates.items():
             gate.on_failure = partial(self._failed, index, gate)
-            if isinstance(children[index].connector, Unbuilt):
+            if isinstance(connectors[index].wrapped, Unbuilt):
                 self._fail_for_good(index, gate)
 
-    def bind(self, children: Sequence[Child]) -> None:
+    def bind(self, connectors: Sequence[SubConnector]) -> None:
         """Note which connectors implement ``start_load_kv``."""
-        self._never_begins = {child.index for child in children if "start_load_kv" not in child.implemented}
+        self._never_begins = {
+            connector.index for connector in connectors if "start_load_kv" not in connector.implemented
+        }
 
     def begin_step(self, meta: MultiKVConnectorMetadata) -> None:
         """Enable the hooks for a step, except of connectors without metadata."""
@@ -57,8 +61,8 @@ class WorkerGates:
         self._unread.clear()
         self._lost = meta.lost
         for _, load in _loads(meta):
-            self._loads.setdefault(load.child, []).append(load)
-        unfilled = {meta.orders.loads[request].child for request in meta.orders.unmade} if meta.orders else ()
+            self._loads.setdefault(load.connector_index, []).append(load)
+        unfilled = {meta.orders.loads[request].connector_index for request in meta.orders.unmade} if meta.orders else ()
         for index, gate in self._gates.items():
             if meta.isolated is not None:
                 self._states[index] = meta.isolated.states[index]
@@ -72,18 +76,18 @@ class WorkerGates:
             self._gates[index].fail("bind_connector_metadata", TypeError("its metadata can't be pickled or read"))
 
     def failed_loads(self, meta: MultiKVConnectorMetadata) -> list[tuple[int, str, bool]]:
-        """Return the failed asynchronous loads of this step: child, request, whether it can't have begun.
+        """Return the failed asynchronous loads of this step: connector, request, whether it can't have begun.
 
         If ``start_load_kv`` raised, some loads may have begun: they have failed, and may still be writing. A load whose
         connector built no metadata stays open: a later step's metadata may order it.
         """
         return [
-            (load.child, request, load.child not in self._raised)
+            (load.connector_index, request, load.connector_index not in self._raised)
             for request, load in _loads(meta)
             if load.is_async
-            and load.child in self._gates
-            and (meta.metadata[load.child] is not None or load.child in self._lost)
-            and not self._has_begun(load.child)
+            and load.connector_index in self._gates
+            and (meta.metadata[load.connector_index] is not None or load.connector_index in self._lost)
+            and not self._has_begun(load.connector_index)
         ]
 
     def failed_sync_loads(self, meta: MultiKVConnectorMetadata) -> list[tuple[str, LoadOrder]]:
@@ -97,9 +101,12 @@ class WorkerGates:
             for request, load in _loads(meta)
             if not load.is_async
             and (
-                load.child in self._unread
+                load.connector_index in self._unread
                 or not self._raised.isdisjoint(load.hit_by)
-                or (load.child in self._gates and (self._gates[load.child].closed or not self._has_begun(load.child)))
+                or (
+                    load.connector_index in self._gates
+                    and (self._gates[load.connector_index].closed or not self._has_begun(load.connector_index))
+                )
             )
         ]
 
@@ -111,7 +118,7 @@ class WorkerGates:
         """Return the open asynchronous loads with unknown blocks: overwritten ones, or of a connector not read."""
         if not self._raised and not self._unread:
             return []
-        unread = [(request, load) for request, load in loads.items() if load.child in self._unread]
+        unread = [(request, load) for request, load in loads.items() if load.connector_index in self._unread]
         return [
             (request, load)
             for request, load in {**dict(self.overwritten(loads)), **dict(unread)}.items()

@@ -25,8 +25,9 @@ EXPORTER_VARIABLE = "KVOBS_EXPORTER"
 """Switches the exporter on without the option; the option counts where both are set."""
 ENABLE_VARIABLE = "KVOBS_ENABLE"
 """Enables kvobs without a configuration key."""
-STOCK_VARIABLE = "KVOBS_STOCK"
+STOCK_VARIABLE = "KVOBS_USE_VLLM"
 """Names the parts of vLLM that kvobs is not to replace, separated by commas."""
+_OLD_STOCK_VARIABLE = "KVOBS_STOCK"
 STOCK = ("aggregator", "block_copy")
 RESERVED_NAME = "kvobs"  # kvobs's entry in the stats payload
 _LISTED_AT_MOST = 15  # errors
@@ -51,7 +52,7 @@ class ConfigError(ValueError):
 
 
 class Configuration(NamedTuple):
-    """A checked configuration: the options, and the children's names in the order of ``connectors``.
+    """A checked configuration: the options, and the connectors' names in the order of ``connectors``.
 
     ``stock`` are the parts of vLLM, out of STOCK, that stay in place.
     """
@@ -72,7 +73,7 @@ def is_enabled(variables: Mapping[str, str] = os.environ) -> bool:
 
 
 def read(extra_config: Mapping[str, Any]) -> Configuration:
-    """Check ``kv_connector_extra_config`` and return the options and the children's names.
+    """Check ``kv_connector_extra_config`` and return the options and the connectors' names.
 
     Raises:
         ConfigError: with every error found, each with its JSON path.
@@ -84,7 +85,7 @@ def read(extra_config: Mapping[str, Any]) -> Configuration:
 
 
 def validate(extra_config: Mapping[str, Any]) -> tuple[Configuration, list[Finding]]:
-    """Return the options and the children's names, and the errors; an invalid option has its default."""
+    """Return the options and the connectors' names, and the errors; an invalid option has its default."""
     mistakes: list[Finding] = []
     configured = _configured_connectors(extra_config, mistakes)
     raw = extra_config.get("kvobs", {})
@@ -112,7 +113,7 @@ _NOT_SHOWN = ("[key]", "[auto]", "[options]", "[never]")  # parts of pydantic's 
 
 
 def _configured_connectors(extra_config: Mapping[str, Any], mistakes: list[Finding]) -> list[str]:
-    """Return each child's configured ``kv_connector``; of an invalid one, which is reported, another name."""
+    """Return each connector's configured ``kv_connector``; of an invalid one, which is reported, another name."""
     path = f"{PATH}.connectors"
     connectors = extra_config.get("connectors")
     if not isinstance(connectors, list | tuple) or not connectors:
@@ -152,8 +153,8 @@ def _options(raw: Any, mistakes: list[Finding]) -> tuple[Options, set[object]]:
         for detail in error.errors():
             loc = [part if isinstance(part, int) else cut(part) for part in detail["loc"] if part not in _NOT_SHOWN]
             where = path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
-            if len(loc) == 1 and loc[0] in GONE:
-                fix = GONE[str(loc[0])]
+            if (name := ".".join(map(str, loc))) in GONE:
+                fix = GONE[name]
                 mistakes.append(kinds.GONE_OPTION.at(where, fix=fix, found=show(detail["input"])))
             elif detail["type"] == "extra_forbidden":
                 mistakes.append(kinds.UNKNOWN_OPTION.near(where, str(loc[-1]), _known_options(loc)))
@@ -180,6 +181,9 @@ def _exporter_of_environment(mistakes: list[Finding]) -> ExporterOptions | None:
 
 
 def _stock_of_environment(mistakes: list[Finding]) -> frozenset[str]:
+    if (old := os.environ.get(_OLD_STOCK_VARIABLE)) is not None:
+        fix = f"use {STOCK_VARIABLE}"
+        mistakes.append(kinds.GONE_OPTION.at(f"environment variable {_OLD_STOCK_VARIABLE}", fix=fix, found=show(old)))
     parts = frozenset(part.strip() for part in os.environ.get(STOCK_VARIABLE, "").split(",")) - {""}
     mistakes += [
         kinds.VARIABLE.at(f"environment variable {STOCK_VARIABLE}", ", ".join(STOCK), found=show(part))
@@ -189,7 +193,7 @@ def _stock_of_environment(mistakes: list[Finding]) -> frozenset[str]:
 
 
 def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[Finding]) -> tuple[str, ...]:
-    """Name every child: by its entry in ``names``, otherwise its ``kv_connector``, numbered if repeated."""
+    """Name every connector: by its entry in ``names``, otherwise its ``kv_connector``, numbered if repeated."""
     path = f"{PATH}.kvobs.names"
     if configured and len(given) > len(configured):
         allowed = f"at most {len(configured)}, one per connector"
@@ -216,7 +220,7 @@ def _names(given: Sequence[str], configured: Sequence[str], mistakes: list[Findi
 
 def _unknown_names(raw: Any, names: list[str]) -> Iterator[Finding]:
     """Yield each name of no connector; also in an option that has another error."""
-    for option in ("isolate", "min_tokens", "link_gbps") if names else ():
+    for option in ("best_effort", "min_tokens", "link_gbps") if names else ():
         path, given = f"{PATH}.kvobs.{option}", raw.get(option) if isinstance(raw, Mapping) else None
         for i, name in enumerate(given if isinstance(given, list | tuple | Mapping) else ()):
             if not isinstance(name, str) or name in names:
@@ -250,6 +254,6 @@ def explain(kind: str, message: str) -> tuple[str, str]:
 
 
 def _kind(value: Any) -> str:
-    """Describe a value at a child's place by its type only if it may hold credentials."""
+    """Describe a value at a connector's place by its type only if it may hold credentials."""
     may_hold = isinstance(value, Mapping | list | tuple) and value
     return f"a value of type {type(value).__name__}" if may_hold else show(value)

@@ -55,17 +55,22 @@ class TracingOptions(_Strict):
 class VerifyOptions(_Strict):
     """The options under ``verify``."""
 
-    share: Annotated[float, Field(gt=0, le=1, strict=True)] | None = Field(
+    sample_ratio: Annotated[float, Field(gt=0, le=1, strict=True)] | None = Field(
         default=None,
-        description="compares this share of the blocks that connectors load with the bytes that vLLM computed for "
+        description="compares this part of the blocks that connectors load with the bytes that vLLM computed for "
         "the same tokens; 0.01 costs little, 1 finds every wrong block; `null`: compares none",
     )
-    fail: StrictBool = Field(
-        default=False,
-        description="fails an asynchronous load with a wrong block, so that vLLM (0.30 and newer) recomputes its "
-        "tokens; a load with sampled blocks completes only after the comparison. Needs `share`, and "
-        "`kv_load_failure_policy` `recompute` at the top level",
+    on_mismatch: Literal["report", "recompute"] = Field(
+        default="report",
+        description="`report`: only reports a wrong block; `recompute`: fails the asynchronous load, so that vLLM "
+        "(0.30 and newer) recomputes its tokens; a load with sampled blocks completes only after the comparison. It "
+        "needs `sample_ratio`, and `kv_load_failure_policy` `recompute` at the top level",
     )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether an asynchronous load with a wrong block fails."""
+        return self.on_mismatch == "recompute"
 
 
 class ExporterOptions(_Strict):
@@ -154,7 +159,7 @@ class Options(_Strict):
         "for all ranks of an engine together. Dashboards and an alert compare loads with it; it has no other "
         "effect",
     )
-    isolate: tuple[StrictStr, ...] = Field(
+    best_effort: tuple[StrictStr, ...] = Field(
         default=(),
         description="names best-effort connectors: a connector that fails goes into quarantine (it gets no new "
         "requests for a while) instead of crashing the engine. A request whose load it may have started waits up "
@@ -162,13 +167,13 @@ class Options(_Strict):
         "`recompute` at the top level. Synchronous loads of these connectors are used only if no other connector "
         "saves",
     )
-    isolate_slow_ms: Positive = Field(
+    best_effort_slow_ms: Positive = Field(
         default=1000,
-        description="counts a longer call into an isolated connector within the scheduler's step as a failure",
+        description="counts a longer call into a best-effort connector within the scheduler's step as a failure",
     )
     tracing: TracingOptions = Field(default=TracingOptions(), description="OpenTelemetry spans")
     verify: VerifyOptions = Field(default=VerifyOptions(), description="comparison of loaded bytes")
-    report: StrictBool = Field(
+    request_report: StrictBool = Field(
         default=False,
         description="writes into the response's `kv_transfer_params.kvobs` which connector loaded how many tokens, "
         'for clients that request it with `{"kvobs": {"report": true}}` there',
@@ -191,6 +196,11 @@ class Options(_Strict):
 
 
 GONE = {
+    "isolate": "use best_effort",
+    "isolate_slow_ms": "use best_effort_slow_ms",
+    "report": "use request_report",
+    "verify.share": "use verify.sample_ratio",
+    "verify.fail": 'use verify.on_mismatch: "recompute" for true, "report" for false',
     "reset_after_failed_sync_load": "remove it. After a failed synchronous load, clear the caches of the connectors "
     "that the log names; kv_load_failure_policy 'fail' at the top level prevents a wrong answer of its request",
 }

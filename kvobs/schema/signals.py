@@ -1,8 +1,8 @@
 """The table of kvobs's metrics: name, kind, help, labels and their closed sets of values, bucket bounds.
 
 The recorder counts by slot, each a word of its process's page, and whoever serves the metrics reads these words: both
-by this table. All metrics also have vLLM's own labels (``model_name``, ``engine``), and a child's metrics the label
-``connector``, the child's name. Durations are nanoseconds inside kvobs, seconds in Prometheus.
+by this table. All metrics also have vLLM's own labels (``model_name``, ``engine``), and a connector's metrics the label
+``connector``, the connector's name. Durations are nanoseconds inside kvobs, seconds in Prometheus.
 """
 
 import zlib
@@ -29,7 +29,7 @@ class Kind(Enum):
 class Scope(Enum):
     """The subject of a metric."""
 
-    CHILD = auto()  # a connector
+    CONNECTOR = auto()  # a connector
     PROCESS = auto()  # kvobs itself: no ``connector`` label
     OUTSIDE = auto()  # a process, known or read from outside of it by whoever serves the metrics: without slots
     EXPORTER = auto()  # the exporter, which sets them itself: without slots, and not in vLLM's API server
@@ -51,7 +51,7 @@ class Signal:
     help: str
     labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
     bounds: tuple[int, ...] = ()
-    scope: Scope = Scope.CHILD
+    scope: Scope = Scope.CONNECTOR
 
     @property
     def kind(self) -> Kind:
@@ -124,7 +124,7 @@ def hook_label(name: str) -> str:
 DIRECTIONS = ("h2d", "d2h")  # host to device, device to host
 _MODES = ("sync", "async")
 _TRANSFERS = ("load", "save")
-_WAITS = ("lookup", "load", "resume", "save")
+_WAITS = ("lookup", "load", "awaiting_schedule", "save")
 TIMED = {name: hook for name, hook in HOOKS.items() if is_timed(hook)}
 _HOOKS = tuple(dict.fromkeys(map(hook_label, TIMED)))
 
@@ -294,8 +294,8 @@ STUCK_TRANSFERS = Signal(
     "Loads and promised saves that this rank did not report within stuck_after_s of another rank.",
     {"rank": OPEN},
 )
-STRAY_REPORTS = Signal(
-    "kvobs_stray_reports_total",
+UNEXPECTED_REPORTS = Signal(
+    "kvobs_unexpected_reports_total",
     "Reports about a load or save that the connector does not own. An end is ignored; a failure or bad blocks count "
     "for the load that is open.",
     {"kind": ("load", "failure", "save", "blocks")},
@@ -304,13 +304,13 @@ VERIFIED_BLOCKS = Signal(
     "kvobs_verified_blocks_total",
     "Loaded blocks compared with the blocks computed for the same tokens, over the ranks of a host; unknown: "
     "computed elsewhere, long ago, or not comparable; lossy: close but not equal. Counted with the option "
-    "verify.share.",
+    "verify.sample_ratio.",
     {"outcome": ("match", "lossy", "mismatch", "unknown")},
 )
 CORRUPT_BLOCKS = Signal(
     "kvobs_corrupt_blocks_total", "Verified blocks with outcome mismatch on this rank.", {"rank": OPEN}
 )
-QUARANTINED = Signal("kvobs_quarantined", "1 while a connector in the option isolate is in quarantine.")
+QUARANTINED = Signal("kvobs_quarantined", "1 while a connector in the option best_effort is in quarantine.")
 QUARANTINES = Signal(
     "kvobs_quarantines_total", "Quarantines after a failure or a slow call; most are shorter than a scrape interval."
 )
@@ -404,11 +404,11 @@ INTERNAL_ERRORS = Signal(
     {"where": get_args(Where)},
     scope=Scope.PROCESS,
 )
-SELF_SECONDS = Signal(
-    "kvobs_self_seconds_total",
+OVERHEAD_SECONDS = Signal(
+    "kvobs_overhead_seconds_total",
     "Time spent in kvobs's telemetry: recording calls (estimated as their number times a cost measured once) and "
     "exporting spans.",
-    {"where": ("record", "export")},
+    {"stage": ("record", "export")},
     scope=Scope.PROCESS,
 )
 SPANS_DROPPED = Signal(
@@ -468,7 +468,7 @@ def no_estimate(prefills: float) -> str:
 SIGNALS: tuple[Signal, ...] = tuple(signal for signal in list(globals().values()) if isinstance(signal, Signal))
 """All metrics."""
 
-OPEN_COUNTERS: tuple[Signal, ...] = tuple(s for s in SIGNALS if s.is_open and s.kind is Kind.COUNTER)
+DYNAMIC_COUNTERS: tuple[Signal, ...] = tuple(s for s in SIGNALS if s.is_open and s.kind is Kind.COUNTER)
 """Counters without slots: label values known at run time only."""
 
 
@@ -481,15 +481,17 @@ def _series(scope: Scope) -> tuple[Series, ...]:
     return tuple(table)
 
 
-SERIES: dict[Scope, tuple[Series, ...]] = {scope: _series(scope) for scope in (Scope.PROCESS, Scope.CHILD)}
-# A page has the process's slots first, then each child's slots in the order of the configuration.
-PROCESS_WIDTH, CHILD_WIDTH = (sum(series.width for series in SERIES[scope]) for scope in (Scope.PROCESS, Scope.CHILD))
+SERIES: dict[Scope, tuple[Series, ...]] = {scope: _series(scope) for scope in (Scope.PROCESS, Scope.CONNECTOR)}
+# A page has the process's slots first, then each connector's slots in the order of the configuration.
+PROCESS_WIDTH, CONNECTOR_WIDTH = (
+    sum(series.width for series in SERIES[scope]) for scope in (Scope.PROCESS, Scope.CONNECTOR)
+)
 
 _BY_VALUES = {(s.signal.name, *s.values): s for table in SERIES.values() for s in table}
 
 # Processes with the same digest have the same slot table, and the same open counters.
 _TABLE = [(s.signal.name, s.values, s.signal.bounds) for t in SERIES.values() for s in t]
-_TABLE += [(s.name, tuple(s.labels), ()) for s in OPEN_COUNTERS]
+_TABLE += [(s.name, tuple(s.labels), ()) for s in DYNAMIC_COUNTERS]
 TABLE_DIGEST: int = zlib.crc32(repr(_TABLE).encode())
 
 
@@ -503,26 +505,26 @@ def find(signal: Signal, *values: str) -> Series | None:
     return _BY_VALUES.get((signal.name, *values))
 
 
-def place(child: int, slot: int) -> int:
-    """Return the page's slot for a slot of the child at this position; with slot 0, the first of the child's."""
-    return PROCESS_WIDTH + child * CHILD_WIDTH + slot
+def word(index: int, slot: int) -> int:
+    """Return the word of a page that has this slot of the connector with this index; slot 0 is its first."""
+    return PROCESS_WIDTH + index * CONNECTOR_WIDTH + slot
 
 
 LABEL = "connector"
 CONNECTORS_AT_MOST = 1_000
 VLLM_LABELS = ("model_name", "engine")
 SERIES_AT_MOST = 256
-"""Series of an open signal per engine and child: further ones are merged, with OTHER_VALUE as every label."""
+"""Series of an open signal per engine and connector: further ones are merged, with OTHER_VALUE as every label."""
 
 
 def labelnames(signal: Signal) -> list[str]:
     """Return the names of all labels of a metric, in the order of their values."""
-    return [*VLLM_LABELS, *([LABEL] if signal.scope is Scope.CHILD else []), *signal.labels]
+    return [*VLLM_LABELS, *([LABEL] if signal.scope is Scope.CONNECTOR else []), *signal.labels]
 
 
-def of_child(child: int, counts: Mapping[int, int]) -> dict[int, int]:
-    """Return the counts of the child at this position, by the child's own slots."""
-    first, end = place(child, 0), place(child + 1, 0)
+def of_connector(index: int, counts: Mapping[int, int]) -> dict[int, int]:
+    """Return the counts of the connector at this position, by the connector's own slots."""
+    first, end = word(index, 0), word(index + 1, 0)
     return {slot - first: n for slot, n in counts.items() if first <= slot < end}
 
 
@@ -530,10 +532,10 @@ _FIRSTS = {scope: [series.first for series in table] for scope, table in SERIES.
 
 
 def locate(slot: int) -> tuple[Series, int, int]:
-    """Return a payload slot's series, its index within the series, and the child's position (-1: none)."""
-    scope, child = Scope.PROCESS, -1
+    """Return a payload slot's series, its index within the series, and the connector's position (-1: none)."""
+    scope, index = Scope.PROCESS, -1
     if slot >= PROCESS_WIDTH:
-        scope = Scope.CHILD
-        child, slot = divmod(slot - PROCESS_WIDTH, CHILD_WIDTH)
+        scope = Scope.CONNECTOR
+        index, slot = divmod(slot - PROCESS_WIDTH, CONNECTOR_WIDTH)
     series = SERIES[scope][bisect_right(_FIRSTS[scope], slot) - 1]
-    return series, slot - series.first, child
+    return series, slot - series.first, index

@@ -18,7 +18,7 @@ ENDED = State("Ended the engine", {"ended": 1}, "it ended during a call into thi
 HANGS = State(
     "Hangs",
     # A loaded request may wait for others that compute: only where nothing does, a resume has an age here.
-    {"call": 10, "lookup": 15, "load": 15, "resume": 15},
+    {"call": 10, "lookup": 15, "load": 15, "awaiting_schedule": 15},
     "a call takes {call} s; a lookup or load takes {load} s, or a resume while nothing is computed",
 )
 CORRUPT = State("Corrupt", {"corrupt_blocks": 1}, "it loaded a block whose bytes differ from the computed ones")

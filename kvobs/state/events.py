@@ -12,7 +12,7 @@ from inspect import isfunction
 from typing import Any, Literal, Protocol
 
 from kvobs.state.cache_layout import CacheLayout
-from kvobs.state.transfers import Gain, Load, LookupResult, Offer, ReportKind, Save, Stray
+from kvobs.state.transfers import Gain, Load, LookupResult, Offer, ReportKind, Save, UnexpectedReport
 
 Params = dict[str, Any]
 """vLLM's ``kv_transfer_params``."""
@@ -43,10 +43,10 @@ class Observer:
     def looked_up(self, request: ObservedRequest, began_ns: int, ended_ns: int) -> None:
         """Receive a lookup in all connectors, with its wall-clock times; vLLM may repeat it."""
 
-    def answered(self, child: int, outcome: Outcome) -> None:
+    def answered(self, index: int, outcome: Outcome) -> None:
         """Receive a connector's answer about a request; of its repeated answers each kind is announced once."""
 
-    def waited(self, child: int, ns: int) -> None:
+    def waited(self, index: int, ns: int) -> None:
         """Receive how long a request waited for the answer of a connector that had none at first."""
 
     def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
@@ -55,7 +55,7 @@ class Observer:
         ``owner``, if there is one, loads ``tokens``. After an asynchronous load vLLM allocates again, without offers.
         """
 
-    def sourced(self, child: int, tokens: int, sources: Mapping[str, int]) -> None:
+    def sourced(self, index: int, tokens: int, sources: Mapping[str, int]) -> None:
         """Receive the tiers, by vLLM's names, of an allocated load's tokens, unless the request was preempted."""
 
     def lapsed(self, offers: Sequence[Offer]) -> None:
@@ -75,7 +75,7 @@ class Observer:
         For an async load this is called when its request is scheduled again, which may never happen.
         """
 
-    def sync_loads_failed(self, child: int, loads: Sequence[Load]) -> None:
+    def sync_loads_failed(self, index: int, loads: Sequence[Load]) -> None:
         """Receive the failed synchronous loads of a step."""
 
     def aborted(self, request_id: str, load: Load, *, by_error: bool) -> None:
@@ -84,10 +84,10 @@ class Observer:
     def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
         """Receive the saves, by connector, promised for a finished request: open ones, and those done before."""
 
-    def saved(self, request_id: str, child: int, save: Save, ended_ns: int) -> None:
+    def saved(self, request_id: str, index: int, save: Save, ended_ns: int) -> None:
         """Receive an open promised save that is done on every rank, or abandoned."""
 
-    def stray(self, report: Stray) -> None:
+    def unexpected(self, report: UnexpectedReport) -> None:
         """Receive a report about a transfer that its connector does not own."""
 
     def awaiting_ranks(self) -> None:
@@ -104,10 +104,10 @@ class Observer:
     def laid_out(self, layout: CacheLayout) -> None:
         """Receive the sizes of the KV cache: at the start, and again once the workers have reported theirs."""
 
-    def quarantined(self, child: int) -> None:
+    def quarantined(self, index: int) -> None:
         """Receive the start of a connector's quarantine."""
 
-    def readmitted(self, child: int) -> None:
+    def readmitted(self, index: int) -> None:
         """Receive the end of a connector's quarantine: it gets the requests that arrive from now on."""
 
     # Ends
@@ -146,10 +146,10 @@ class WorkerObserver:
     def step_begun(self, note: Any, loads: Sequence[tuple[int, Any]]) -> None:
         """Receive an annotator's note on a step, and on the loads that begin in it, each with its connector."""
 
-    def reported(self, child: int | None, kind: ReportKind, requests: Collection[str]) -> None:
+    def reported(self, index: int | None, kind: ReportKind, requests: Collection[str]) -> None:
         """Receive a connector's report on loads or saves of these requests; None: the scheduler's side had it."""
 
-    def refused(self, child: int, requests: Collection[str]) -> set[str]:
+    def refused(self, index: int, requests: Collection[str]) -> set[str]:
         """Return which of the asynchronous loads that a connector reports as received must count as failed."""
         return set()
 

@@ -1,17 +1,19 @@
-"""Track which child loads a request, which children promised to save it, and which ranks have reported.
+"""Track which connector loads a request, which connectors promised to save it, and which ranks have reported.
 
-A pure state machine on the scheduler's side. Workers pass on their children's reports by rank; the ledger decides when
+A pure state machine on the scheduler's side. Workers pass on their connectors' reports by rank; the ledger decides when
 a load is received, when a save is done, and when a finished request's blocks may be released: once, after its last
 promised save and its last open load were reported by every expected rank.
 
 The life of one request:
 
-    offered -> admit: a load opens -> record: rank by rank -> loads_in -> close_load -> received -> admit: resumed
-                                       a rank failed: -> take_failures, the workers echo it -> echoed -> close_load
-    finish: promises open -> record -> saves_in -> close_saves -> released
+    offered -> admit: a load opens -> record: rank by rank -> completed_loads -> close_load -> received -> admit:
+    resumed
+                                       a rank failed: -> take_failures, the workers echo it -> failure_reported ->
+                                       close_load
+    finish: promises open -> record -> completed_saves -> close_saves -> released
 
-Between ``take_loads_in`` or ``take_saves_in`` and the closing, the connectors see the output that vLLM will get: one
-may withdraw its own report (``reopen_save``; a load is simply not closed), or add one that no rank made.
+Between ``pop_completed_loads`` or ``pop_completed_saves`` and the closing, the connectors see the output that vLLM will
+get: one may withdraw its own report (``reopen_save``; a load is simply not closed), or add one that no rank made.
 """
 
 from collections import defaultdict
@@ -26,36 +28,36 @@ from kvobs.state.transfers import (
     ReportKind,
     RequestTransfers,
     Save,
-    Stray,
     Stuck,
+    UnexpectedReport,
 )
 
 # Enum members are slow to access, and there is a report for each load and rank.
-_RECEIVED, _FAILED, _SPOILED, _HOLED, _SAVED, _SYNC_DONE, _SYNC_FAILED = ReportKind
-_TO_BE_ECHOED, _OF_BLOCKS = (_FAILED, _SPOILED), (_SPOILED, _HOLED)
+_RECEIVED, _FAILED, _UNMAPPED_BAD_BLOCKS, _BAD_BLOCKS, _SAVED, _SYNC_DONE, _SYNC_FAILED = ReportKind
+_TO_BE_REPORTED, _OF_BLOCKS = (_FAILED, _UNMAPPED_BAD_BLOCKS), (_UNMAPPED_BAD_BLOCKS, _BAD_BLOCKS)
 
 
 class Ledger:
     """Load owners, promised saves and rank tallies of all live requests.
 
-    The children in ``load_ends_save`` report no save of a request that has ended during their load: the load's end is
+    The connectors in ``load_ends_save`` report no save of a request that has ended during their load: the load's end is
     also the end of the promised save.
     """
 
     def __init__(self, load_ends_save: Collection[int] = ()) -> None:
         self._load_ends_save = load_ends_save
         self._entries: dict[str, RequestTransfers] = {}
-        self._loads_in: list[str] = []  # requests whose load is complete, not yet closed
-        self._saves_in: list[str] = []  # requests whose promised saves are all complete
+        self._completed_loads: list[str] = []  # requests whose load is complete, not yet closed
+        self._completed_saves: list[str] = []  # requests whose promised saves are all complete
         self.failures: list[str] = []  # async loads that every rank must report to vLLM as failed
         self._received: set[str] = set()
         self._sent: set[str] = set()
-        # By child the open loads and promised saves, and the resumes: loaded, and not scheduled since.
+        # By connector the open loads and promised saves, and the resumes: loaded, and not scheduled since.
         self.in_flight: defaultdict[int, dict[str, InProgress[str]]] = defaultdict(
-            lambda: {"load": InProgress(), "resume": InProgress(), "save": InProgress()}
+            lambda: {"load": InProgress(), "awaiting_schedule": InProgress(), "save": InProgress()}
         )
         self.incomplete = InProgress[tuple[str, int, str]]()
-        """The transfers that some ranks have reported and others have not: kind, child, request."""
+        """The transfers that some ranks have reported and others have not: kind, connector, request."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -76,11 +78,11 @@ class Ledger:
         return entry
 
     def propose(self, request: str, candidate: tuple[int, bool] | None) -> None:
-        """Remember the last lookup's winner (child, is_async) or None, until the allocation."""
+        """Remember the last lookup's winner (connector, is_async) or None, until the allocation."""
         self.arrive(request).candidate = candidate
 
     def candidate(self, request: str) -> tuple[int, bool] | None:
-        """Return the last lookup's winner (child, is_async), until the allocation."""
+        """Return the last lookup's winner (connector, is_async), until the allocation."""
         return entry.candidate if (entry := self._entries.get(request)) else None
 
     def admit(self, request: str, tokens: int, expected: int, now_ns: int = 0, **details: Any) -> Load | None:
@@ -91,15 +93,15 @@ class Ledger:
         """
         entry = self.arrive(request)
         candidate, entry.candidate = entry.candidate, None
-        self._not_resuming(request, entry)
+        self._end_resume(request, entry)
         if tokens <= 0 or candidate is None:
             return None
-        child, is_async = candidate
-        entry.owner = child
+        index, is_async = candidate
+        entry.owner = index
         if entry.load is not None:  # a load of an earlier allocation, for which vLLM no longer waits
-            self._not_open(request, entry.load)
-        entry.load = Load(child, tokens, is_async, max(1, expected), now_ns, **details)
-        self.in_flight[child]["load"].begin(request, now_ns, tokens)
+            self._end_open(request, entry.load)
+        entry.load = Load(index, tokens, is_async, max(1, expected), now_ns, **details)
+        self.in_flight[index]["load"].begin(request, now_ns, tokens)
         return entry.load
 
     def load(self, request: str) -> Load | None:
@@ -107,7 +109,7 @@ class Ledger:
         return entry.load if (entry := self._entries.get(request)) else None
 
     def choice(self, request: str) -> int | None:
-        """Return the child that would load this request if vLLM allocated now, else its owner."""
+        """Return the connector that would load this request if vLLM allocated now, else its owner."""
         entry = self._entries.get(request)
         return None if entry is None else entry.candidate[0] if entry.candidate else entry.owner
 
@@ -117,20 +119,20 @@ class Ledger:
 
     # Reports
 
-    def record(self, report: Report, now_ns: int = 0) -> Stray | None:
-        """Process one report, read at ``now_ns``; return it as stray if its child owns no such load or save.
+    def record(self, report: Report, now_ns: int = 0) -> UnexpectedReport | None:
+        """Process one report, read at ``now_ns``; return it as unexpected if its connector owns no such load or save.
 
-        A failure that another child than the owner reports counts for the load, and is stray as well.
+        A failure that another connector than the owner reports counts for the load, and is unexpected as well.
         """
-        rank, kind, request, child = report[:4]
+        rank, kind, request, index = report[:4]
         entry = self._entries.get(request)
         if kind is _SAVED:
             return self._record_save(entry, report, now_ns)
         load = entry.load if entry is not None else None
         is_sync = kind is _SYNC_DONE or kind is _SYNC_FAILED
-        if load is None or load.child != child or load.is_async is is_sync:
+        if load is None or load.connector_index != index or load.is_async is is_sync:
             # A sync one is kvobs's own report about a request that no longer exists.
-            return None if is_sync else self._record_stray(load, report)
+            return None if is_sync else self._record_unexpected(load, report)
         if kind is not _RECEIVED and kind is not _SYNC_DONE:
             self._note_failure(load, report)
             if kind in _OF_BLOCKS:
@@ -140,162 +142,164 @@ class Ledger:
         load.arrived[rank] = now_ns
         load.ranks[rank] = report
         if self._is_last("load", report, load, now_ns):
-            if load.needs_echo:
+            if load.must_report_failure:
                 self.failures.append(request)
             else:
-                self._loads_in.append(request)
+                self._completed_loads.append(request)
         return None
 
-    def _record_stray(self, load: Load | None, report: Report) -> Stray:
+    def _record_unexpected(self, load: Load | None, report: Report) -> UnexpectedReport:
         """Note what another connector than the owner reports; it may have written into the blocks of an open load.
 
         After a failure the load has failed on that rank, and its owner's receipt is still waited for.
         """
         kind, counts = report.kind, False
-        if load is not None and load.child != report.child:
-            counts = kind is _HOLED or (load.is_async and kind in _TO_BE_ECHOED)
+        if load is not None and load.connector_index != report.connector_index:
+            counts = kind is _BAD_BLOCKS or (load.is_async and kind in _TO_BE_REPORTED)
         if load is not None and counts:
             self._note_failure(load, report)
-            load.blamed_by.add(report.child)
+            load.blamed_by.add(report.connector_index)
         name = "load" if kind is _RECEIVED else "blocks" if counts and kind in _OF_BLOCKS else "failure"
-        return Stray(report.child, name, report.request)
+        return UnexpectedReport(report.connector_index, name, report.request)
 
     def _note_failure(self, load: Load, report: Report) -> None:
         load.failed_on.add(report.rank)
-        load.needs_echo |= report.kind in _TO_BE_ECHOED
-        if load.needs_echo and report.request in self._loads_in:  # the worker collects the blocks after the receipt
-            self._loads_in.remove(report.request)
+        load.must_report_failure |= report.kind in _TO_BE_REPORTED
+        if (
+            load.must_report_failure and report.request in self._completed_loads
+        ):  # the worker collects the blocks after the receipt
+            self._completed_loads.remove(report.request)
             self.failures.append(report.request)
 
-    def _record_save(self, entry: RequestTransfers | None, report: Report, now_ns: int) -> Stray | None:
-        save = entry.saves.get(report.child) if entry is not None else None
+    def _record_save(self, entry: RequestTransfers | None, report: Report, now_ns: int) -> UnexpectedReport | None:
+        save = entry.saves.get(report.connector_index) if entry is not None else None
         if entry is None or (entry.finished if save is None else save.done):
-            return Stray(report.child, "save", report.request)
+            return UnexpectedReport(report.connector_index, "save", report.request)
         if save is None:
-            save = entry.saves[report.child] = Save()
+            save = entry.saves[report.connector_index] = Save()
         if report.rank in save.arrived:
             return None
         save.arrived[report.rank] = now_ns
         save.ranks[report.rank] = report
         if save.promised and self._is_last("save", report, save, now_ns):
-            self._note_save_over(report.request, entry)
+            self._note_settled_save(report.request, entry)
         return None
 
     def is_saved_on(self, rank: int, request: str) -> bool:
         """Return whether this rank has reported all promised saves of a request that are not over."""
         entry = self._entries.get(request)
-        return entry is not None and all(rank in save.arrived or save.is_over for save in entry.saves.values())
+        return entry is not None and all(rank in save.arrived or save.is_settled for save in entry.saves.values())
 
-    def _note_save_over(self, request: str, entry: RequestTransfers) -> None:
-        if all(save.is_over for save in entry.saves.values()):
-            self._saves_in.append(request)
+    def _note_settled_save(self, request: str, entry: RequestTransfers) -> None:
+        if all(save.is_settled for save in entry.saves.values()):
+            self._completed_saves.append(request)
 
     def _is_last(self, kind: str, report: Report, transfer: Load | Save, now_ns: int) -> bool:
         """Return whether this report completes a transfer; note the first one of several."""
         reports = len(transfer.arrived)
         if reports == transfer.expected:
             if reports > 1:
-                self.incomplete.end((kind, report.child, report.request))
+                self.incomplete.end((kind, report.connector_index, report.request))
             return True
         if reports == 1:
-            self.incomplete.begin((kind, report.child, report.request), now_ns)
+            self.incomplete.begin((kind, report.connector_index, report.request), now_ns)
         return False
 
     def take_stuck(self, before_ns: int, ranks: int) -> list[tuple[int, Stuck]]:
-        """Return the transfers first reported at this time or before, and still incomplete, by child; each once.
+        """Return the transfers first reported at this time or before, and still incomplete, by connector; each once.
 
         ``ranks`` is the number of all ranks: if fewer are expected to report, the missing ones are unknown.
         """
         stuck = []
-        for (kind, child, request), *_ in self.incomplete.take_late(before_ns):
+        for (kind, index, request), *_ in self.incomplete.take_late(before_ns):
             entry = self._entries[request]
-            transfer = entry.load if kind == "load" else entry.saves[child]
+            transfer = entry.load if kind == "load" else entry.saves[index]
             assert transfer is not None
             silent = tuple([rank for rank in range(ranks) if rank not in transfer.arrived])
-            stuck.append((child, Stuck(kind, request, silent if transfer.expected == ranks else ())))
+            stuck.append((index, Stuck(kind, request, silent if transfer.expected == ranks else ())))
         return stuck
 
     @property
     def has_ended(self) -> bool:
         """Whether transfers are complete, or requests released, that have not been taken."""
-        return bool(self._loads_in or self._saves_in or self._received or self._sent)
+        return bool(self._completed_loads or self._completed_saves or self._received or self._sent)
 
     def take_failures(self) -> tuple[str, ...]:
         """Return the async loads that every rank must now report to vLLM as failed; each is returned once."""
         failures, self.failures = tuple(self.failures), []
         return failures
 
-    def echoed(self, request: str) -> None:
+    def failure_reported(self, request: str) -> None:
         """Note that vLLM has read a load's failure, and close it; it may read it again when another load is open."""
-        if (load := self.load(request)) is not None and load.is_in and load.needs_echo:
+        if (load := self.load(request)) is not None and load.is_in and load.must_report_failure:
             if request in self.failures:  # no rank need report it again
                 self.failures.remove(request)
-            self._loads_in.append(request)
+            self._completed_loads.append(request)
 
     def fail(self, request: str, now_ns: int) -> bool:
         """Fail an async load, also a withdrawn one, on all ranks without a report; return whether there was one."""
         load = self.load(request)
-        if load is None or not load.is_async or (load.is_in and load.needs_echo):
+        if load is None or not load.is_async or (load.is_in and load.must_report_failure):
             return False
         silent = [rank for rank in range(load.expected) if rank not in load.arrived]
         load.failed_on.update(silent or range(load.expected))
         load.arrived.update(dict.fromkeys(silent, now_ns))
-        load.needs_echo = True
-        self.incomplete.end(("load", load.child, request))
+        load.must_report_failure = True
+        self.incomplete.end(("load", load.connector_index, request))
         self.failures.append(request)
         return True
 
-    def give_up(self, child: int, before_ns: int, now_ns: int) -> tuple[int, int]:
-        """Fail the loads and complete the saves of ``child`` that were open before a time; return how many of each."""
-        loads, saves = (self.in_flight[child][kind].begun_before(before_ns) for kind in ("load", "save"))
+    def give_up(self, index: int, before_ns: int, now_ns: int) -> tuple[int, int]:
+        """Fail a connector's loads and complete its saves that were open before a time; return how many of each."""
+        loads, saves = (self.in_flight[index][kind].begun_before(before_ns) for kind in ("load", "save"))
         failed = sum(self.fail(request, now_ns) for request in loads)
         for request in saves:
             entry = self._entries[request]
-            save = entry.saves[child]
-            if not save.is_over:
+            save = entry.saves[index]
+            if not save.is_settled:
                 save.is_abandoned = True
-                self.incomplete.end(("save", child, request))
-                self._note_save_over(request, entry)
+                self.incomplete.end(("save", index, request))
+                self._note_settled_save(request, entry)
         return failed, len(saves)
 
     # Reports of the connectors' scheduler side on the workers' output: they count for all ranks
 
-    def complete_load(self, request: str, child: int, now_ns: int) -> bool | None:
-        """Mark the open load of ``child`` as received on every rank.
+    def complete_load(self, request: str, index: int, now_ns: int) -> bool | None:
+        """Mark the open load of ``connector`` as received on every rank.
 
         Return whether it may be reported to vLLM now; False if a rank reported a failure, which the workers must report
-        first; None if ``child`` has no such load.
+        first; None if ``connector`` has no such load.
         """
         load = self.load(request)
-        if load is None or load.child != child or not load.is_async:
+        if load is None or load.connector_index != index or not load.is_async:
             return None
         was_in = load.is_in
         for rank in range(load.expected):
             load.arrived.setdefault(rank, now_ns)
-        self.incomplete.end(("load", child, request))
-        if load.needs_echo and not was_in:
+        self.incomplete.end(("load", index, request))
+        if load.must_report_failure and not was_in:
             self.failures.append(request)
-        return not load.needs_echo
+        return not load.must_report_failure
 
-    def complete_save(self, request: str, child: int, now_ns: int) -> bool | None:
-        """Mark the promised save of ``child`` as done on every rank.
+    def complete_save(self, request: str, index: int, now_ns: int) -> bool | None:
+        """Mark the promised save of ``connector`` as done on every rank.
 
-        Return whether all promised saves of the request are now complete, or None if ``child`` has none open.
+        Return whether all promised saves of the request are now complete, or None if ``connector`` has none open.
         """
         entry = self._entries.get(request)
-        save = entry.saves.get(child) if entry is not None else None
+        save = entry.saves.get(index) if entry is not None else None
         if entry is None or save is None or not save.promised or save.done:
             return None
-        if not save.is_over:
+        if not save.is_settled:
             save.arrived.update(dict.fromkeys(range(save.expected), now_ns))
-            self.incomplete.end(("save", child, request))
+            self.incomplete.end(("save", index, request))
         save.is_given_up = True
-        return all(save.is_over for save in entry.saves.values())
+        return all(save.is_settled for save in entry.saves.values())
 
-    def reopen_save(self, request: str, child: int) -> bool:
-        """Reopen the complete promised save of ``child``, unless the child has completed it itself; return whether."""
+    def reopen_save(self, request: str, index: int) -> bool:
+        """Reopen a connector's complete promised save, unless the connector has completed it itself; return whether."""
         entry = self._entries.get(request)
-        save = entry.saves.get(child) if entry is not None else None
+        save = entry.saves.get(index) if entry is not None else None
         if save is None or not save.promised or save.done or save.is_given_up:
             return False
         save.arrived.clear()
@@ -304,14 +308,14 @@ class Ledger:
 
     # Completions
 
-    def take_loads_in(self) -> list[str]:
+    def pop_completed_loads(self) -> list[str]:
         """Return the requests whose load is complete on every expected rank; each is returned once."""
-        requests, self._loads_in = self._loads_in, []
+        requests, self._completed_loads = self._completed_loads, []
         return requests
 
-    def take_saves_in(self) -> list[str]:
+    def pop_completed_saves(self) -> list[str]:
         """Return the requests whose promised saves are all complete; each is returned once."""
-        requests, self._saves_in = self._saves_in, []
+        requests, self._completed_saves = self._completed_saves, []
         return requests
 
     def close_load(self, request: str, now_ns: int = 0) -> Load | None:
@@ -320,78 +324,80 @@ class Ledger:
         if entry is None or entry.load is None:
             return None
         load, entry.load = entry.load, None
-        self._not_open(request, load)
-        save = entry.saves.get(load.child)
-        if load.aborted and load.child in self._load_ends_save and save is not None and not save.is_over:
-            self.complete_save(request, load.child, now_ns)
-            self._note_save_over(request, entry)
+        self._end_open(request, load)
+        save = entry.saves.get(load.connector_index)
+        if load.aborted and load.connector_index in self._load_ends_save and save is not None and not save.is_settled:
+            self.complete_save(request, load.connector_index, now_ns)
+            self._note_settled_save(request, entry)
         if load.is_async and not entry.finished:
             self._received.add(request)
             if not load.failed:
-                self.in_flight[load.child]["resume"].begin(request, now_ns, load.tokens)
+                self.in_flight[load.connector_index]["awaiting_schedule"].begin(request, now_ns, load.tokens)
         self._settle(request, entry)
         return load
 
     def close_saves(self, request: str) -> dict[int, Save]:
-        """Close the promised saves of a request, all complete; return those that were open, by child."""
+        """Close the promised saves of a request, all complete; return those that were open, by connector."""
         entry = self._entries.get(request)
         if entry is None or not entry.finished:
             return {}
-        closed = {child: save for child, save in entry.saves.items() if not save.done}
-        for child, save in closed.items():
+        closed = {index: save for index, save in entry.saves.items() if not save.done}
+        for index, save in closed.items():
             save.done = True
-            self.in_flight[child]["save"].end(request)
-            self.incomplete.end(("save", child, request))
+            self.in_flight[index]["save"].end(request)
+            self.incomplete.end(("save", index, request))
         self._settle(request, entry)
         return closed
 
     # The end of a request
 
-    def accept_tail(self, request: str, child: int) -> None:
-        """Note that ``child`` accepted the request's partial last block: a promised save, made just before the end.
+    def accept_tail(self, request: str, index: int) -> None:
+        """Note that ``connector`` accepted the request's partial last block: a promised save, made just before the end.
 
         Its earlier reports are not about that block.
         """
         entry = self.arrive(request)
-        entry.tails.add(child)
-        entry.saves.pop(child, None)
+        entry.tails.add(index)
+        entry.saves.pop(index, None)
 
     def tails(self, request: str) -> frozenset[int]:
-        """Return the children that accepted the request's partial last block."""
+        """Return the connectors that accepted the request's partial last block."""
         return frozenset(entry.tails if (entry := self._entries.get(request)) else ())
 
     def finish(self, request: str, promises: Iterable[tuple[int, int]], now_ns: int = 0, tokens: int = 0) -> Finished:
-        """Note that vLLM has finished a request, with the (child, number of ranks that report) of each promised save.
+        """Record that vLLM has finished a request, with the (index, number of ranks that report) of each promised save.
 
         ``tokens`` are those whose KV blocks are held for the promised saves.
         """
         entry = self._entries.pop(request, None) or RequestTransfers()
         entry.finished, entry.candidate = True, None
-        self._not_resuming(request, entry)
+        self._end_resume(request, entry)
         # A sync load ends with its step, whose output vLLM is handling now: vLLM does not wait for it.
         aborted = entry.load if entry.load is not None and entry.load.is_async else None
         if aborted is not None:
             aborted.aborted = True
         early, promised = dict[int, Save](), dict[int, Save]()
-        for child, expected in promises:
-            save = entry.saves.setdefault(child, Save())
+        for index, expected in promises:
+            save = entry.saves.setdefault(index, Save())
             save.promised, save.expected, save.promised_ns = True, max(1, expected), now_ns
             if save.is_in:
                 save.done = True
-                early[child] = save
+                early[index] = save
             else:
-                promised[child] = save
-                self.in_flight[child]["save"].begin(request, now_ns, tokens)
+                promised[index] = save
+                self.in_flight[index]["save"].begin(request, now_ns, tokens)
                 if save.arrived:
-                    self.incomplete.begin(("save", child, request), now_ns)
-        stray = [Stray(child, "save", request) for child, save in entry.saves.items() if not save.promised]
-        for report in stray:
-            del entry.saves[report.child]
+                    self.incomplete.begin(("save", index, request), now_ns)
+        unexpected = [
+            UnexpectedReport(index, "save", request) for index, save in entry.saves.items() if not save.promised
+        ]
+        for report in unexpected:
+            del entry.saves[report.connector_index]
         entry.holds = any(not save.done for save in entry.saves.values())
         entry.awaited = entry.holds or aborted is not None
         if not entry.is_settled:
             self._entries[request] = entry
-        return Finished(entry.holds, aborted, promised, early, stray)
+        return Finished(entry.holds, aborted, promised, early, unexpected)
 
     def take_received(self) -> set[str]:
         """Return vLLM's ``finished_recving``: complete loads, and releases that vLLM expects there."""
@@ -403,13 +409,13 @@ class Ledger:
         sent, self._sent = self._sent, set()
         return sent
 
-    def _not_open(self, request: str, load: Load) -> None:
-        self.in_flight[load.child]["load"].end(request)
-        self.incomplete.end(("load", load.child, request))
+    def _end_open(self, request: str, load: Load) -> None:
+        self.in_flight[load.connector_index]["load"].end(request)
+        self.incomplete.end(("load", load.connector_index, request))
 
-    def _not_resuming(self, request: str, entry: RequestTransfers) -> None:
+    def _end_resume(self, request: str, entry: RequestTransfers) -> None:
         if entry.owner is not None:
-            self.in_flight[entry.owner]["resume"].end(request)
+            self.in_flight[entry.owner]["awaiting_schedule"].end(request)
 
     def _settle(self, request: str, entry: RequestTransfers) -> None:
         """Forget a finished request without open transfers, and release it if vLLM waits for that."""

@@ -31,7 +31,7 @@ class LoadReport:
         """Return it in plain builtins; None: unknown, or not known yet."""
         load, gain, outcome = self.load, self.gain, self.outcome
         rendered = {
-            "connector": names[load.child],
+            "connector": names[load.connector_index],
             "tokens": load.tokens,
             "mode": "async" if load.is_async else "sync",
             "outcome": outcome,
@@ -62,11 +62,11 @@ class RequestReport:
     looked_up_ns: int = 0
     local_tokens: int = 0
     seen_tokens: int = 0  # of the prompt, used before by any request
-    offers: tuple[tuple[int, int], ...] = ()  # (child, tokens)
+    offers: tuple[tuple[int, int], ...] = ()  # (connector, tokens)
     is_allocated: bool = False
     loads: list[LoadReport] = field(default_factory=list)
     more_loads: int = 0  # that were not kept
-    saves: list[int] = field(default_factory=list)  # children that have promised one
+    saves: list[int] = field(default_factory=list)  # connectors that have promised one
 
     def looked_up(self, began_ns: int, ended_ns: int) -> None:
         if self.is_allocated:
@@ -94,17 +94,19 @@ class RequestReport:
         if (known := self._find(load)) is not None:
             known.gain = gain
 
-    def got_wrong_blocks(self, child: int, blocks: int) -> None:
-        """Note blocks with wrong bytes of this child's last load."""
-        if (known := next((each for each in reversed(self.loads) if each.load.child == child), None)) is not None:
+    def got_wrong_blocks(self, index: int, blocks: int) -> None:
+        """Note blocks with wrong bytes of this connector's last load."""
+        if (
+            known := next((each for each in reversed(self.loads) if each.load.connector_index == index), None)
+        ) is not None:
             known.wrong_blocks += blocks
 
     def aborted(self, load: Load, *, by_error: bool) -> None:
         if by_error and (known := self._find(load)) is not None:
             known.ended_request = True
 
-    def promised(self, children: Iterable[int]) -> None:
-        self.saves = list(dict.fromkeys((*self.saves, *children)))
+    def promised(self, connectors: Iterable[int]) -> None:
+        self.saves = list(dict.fromkeys((*self.saves, *connectors)))
 
     @property
     def awaits(self) -> Load | None:
@@ -113,16 +115,16 @@ class RequestReport:
         return last.load if last is not None and not last.has_ended and not last.load.is_async else None
 
     def rendered(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return it in plain builtins, with the children's names by position."""
+        """Return it in plain builtins, with the connectors' names by position."""
         rendered: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "local_tokens": self.local_tokens,
             "seen_tokens": max(self.seen_tokens, self.local_tokens),
-            "offered_tokens": {names[child]: tokens for child, tokens in self.offers},
+            "offered_tokens": {names[index]: tokens for index, tokens in self.offers},
             "lookups": self.lookups,
             "lookup_s": _seconds(self.looked_up_ns - self.began_ns),
             "loads": [load.rendered(names) for load in self.loads],
-            "saves": [names[child] for child in self.saves],
+            "saves": [names[index] for index in self.saves],
         }
         if self.more_loads:
             rendered["more_loads"] = self.more_loads

@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Offer(NamedTuple):
     """A connector's offer: ``tokens`` beyond those computed, loaded asynchronously or within the step."""
 
-    child: int
+    connector_index: int
     tokens: int
     is_async: bool
 
@@ -39,15 +39,15 @@ NO_RESULT = LookupResult()
 
 
 class ReportKind(IntEnum):
-    """The kinds of reports about a request and a child."""
+    """The kinds of reports about a request and a connector."""
 
-    RECEIVED = 0  # the child's async load has arrived on this rank
+    RECEIVED = 0  # the connector's async load has arrived on this rank
     FAILED = 1  # the load has failed here; it counts as an arrival without content
-    SPOILED = 2  # bad blocks that vLLM can't map to the request: the whole load has failed
-    HOLED = 3  # bad blocks that were passed on to vLLM, which recomputes them; any connector may report them
+    UNMAPPED_BAD_BLOCKS = 2  # bad blocks that vLLM can't map to the request: the whole load has failed
+    BAD_BLOCKS = 3  # bad blocks that were passed on to vLLM, which recomputes them; any connector may report them
     SAVED = 4  # the promised save is done here
     SYNC_DONE = 5  # this rank's step with a sync load has ended
-    SYNC_FAILED = 6  # as SYNC_DONE, and the child named bad blocks
+    SYNC_FAILED = 6  # as SYNC_DONE, and the connector named bad blocks
 
 
 class Report(NamedTuple):
@@ -62,16 +62,16 @@ class Report(NamedTuple):
     rank: int
     kind: ReportKind
     request: str
-    child: int
+    connector_index: int
     time_ns: int
     spent_ns: int = 0
     began_ns: int = 0
 
 
-class Stray(NamedTuple):
-    """A report about a transfer its child does not own. ``kind`` is a label value of ``kvobs_stray_reports_total``."""
+class UnexpectedReport(NamedTuple):
+    """A report of a transfer that its connector does not own; ``kind`` is as in ``kvobs_unexpected_reports_total``."""
 
-    child: int
+    connector_index: int
     kind: str
     request: str
 
@@ -79,7 +79,7 @@ class Stray(NamedTuple):
 class WrongBlocks(NamedTuple):
     """The number of a load's blocks with wrong bytes on one rank; ``writer`` is taken to have written them."""
 
-    child: int
+    connector_index: int
     request: str
     blocks: int
     writer: int
@@ -117,9 +117,9 @@ class _OnRanks:
 
 @dataclass(slots=True)
 class Load(_OnRanks):
-    """A load that vLLM admitted: ``tokens`` from child ``child``."""
+    """A load that vLLM admitted: ``tokens`` from connector ``connector``."""
 
-    child: int
+    connector_index: int
     tokens: int
     is_async: bool
     expected: int  # ranks that report
@@ -133,7 +133,7 @@ class Load(_OnRanks):
     ranks: dict[int, Report] = field(default_factory=dict)
     failed_on: set[int] = field(default_factory=set)  # ranks
     blamed_by: set[int] = field(default_factory=set)  # other connectors that reported a failure within it
-    needs_echo: bool = False  # the workers must report the failure to vLLM
+    must_report_failure: bool = False  # the workers must report the failure to vLLM
     aborted: bool = False  # the request ended while it was open
 
     @property
@@ -144,7 +144,7 @@ class Load(_OnRanks):
     def recomputed_tokens(self) -> int:
         """The tokens of a failed load that vLLM computes, unless the failure ends the request."""
         # If one rank has lost all of it, another rank's bad blocks make no difference.
-        return self.tokens if self.needs_echo or self.lost_tokens is None else self.lost_tokens
+        return self.tokens if self.must_report_failure or self.lost_tokens is None else self.lost_tokens
 
     @property
     def outcome(self) -> str:
@@ -179,7 +179,7 @@ class Gain(NamedTuple):
 
 @dataclass(slots=True)
 class Save(_OnRanks):
-    """One child's save of one request. Reports may come before the promise (async scheduling)."""
+    """One connector's save of one request. Reports may come before the promise (async scheduling)."""
 
     promised: bool = False
     done: bool = False
@@ -195,19 +195,19 @@ class Save(_OnRanks):
         return "abandoned" if self.is_abandoned else "ok"
 
     @property
-    def is_over(self) -> bool:
+    def is_settled(self) -> bool:
         """Return whether no report is waited for."""
         return self.done or self.is_in or self.is_abandoned
 
 
 class Finished(NamedTuple):
-    """The result of a request's end: whether vLLM must hold its blocks, and which transfers were open or stray."""
+    """The result of a request's end: whether vLLM must hold its blocks, and which transfers were open or unexpected."""
 
     holds: bool
     aborted: Load | None  # the load that was still open
-    promised: dict[int, Save]  # by child, saves that are open now
-    early: dict[int, Save]  # promised saves, by child, that had been reported before the promise
-    stray: list[Stray]  # reports of saves that were never promised
+    promised: dict[int, Save]  # by connector, saves that are open now
+    early: dict[int, Save]  # promised saves, by connector, that had been reported before the promise
+    unexpected: list[UnexpectedReport]  # reports of saves that were never promised
 
 
 class Stuck(NamedTuple):
@@ -227,11 +227,11 @@ def named_ranks(missing: Sequence[int]) -> str:
 class RequestTransfers:
     """The load and the saves of one live request."""
 
-    candidate: tuple[int, bool] | None = None  # the last lookup's winner: child, is_async
+    candidate: tuple[int, bool] | None = None  # the last lookup's winner: connector, is_async
     owner: int | None = None  # set at an allocation with tokens > 0, kept until the request is forgotten
     load: Load | None = None
     saves: dict[int, Save] = field(default_factory=dict)
-    tails: set[int] = field(default_factory=set)  # children that accepted the partial last block
+    tails: set[int] = field(default_factory=set)  # connectors that accepted the partial last block
     finished: bool = False
     holds: bool = False  # at the request's end vLLM was asked to keep its blocks
     awaited: bool = False  # vLLM keeps the finished request until it is reported again

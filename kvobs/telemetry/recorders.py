@@ -56,7 +56,7 @@ def build(
     """Build the recorders of this process: a worker of this rank, or the scheduler's (None)."""
     names = engine.names
     slow_ns = int(options.slow_call_ms * 1e6)
-    contained = [i for i, name in enumerate(names) if name in options.isolate]
+    contained = [i for i, name in enumerate(names) if name in options.best_effort]
     process = writer.describe(engine, rank, is_native=choice().is_native, cost_ns=cost_of_recording())
     page = writer.begin(vllm_config, process, contained)
     page.grown.append((_COLLECTED[rank is not None], OF_PROCESS.take_collected_ns))
@@ -91,9 +91,9 @@ def _report(
 ) -> tuple[Reports | None, RequestLog | None]:
     """Return the reports of requests, and their log; None for what is off."""
     output, log = options.request_log, None
-    if output is None and not options.report:
+    if output is None and not options.request_report:
         return None, None
     if output is not None:
         log = RequestLog(Stderr() if output == STDERR else LogFile(output), recorder)
     put = log.put if log is not None else None
-    return Reports(names, options.report, put, versions.engine_place(vllm_config).number), log
+    return Reports(names, options.request_report, put, versions.engine_position(vllm_config).number), log

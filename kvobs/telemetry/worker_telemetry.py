@@ -48,12 +48,12 @@ class WorkerTelemetry(WorkerObserver):
         if self._verifier is not None:
             self._verifier.step_begun(note.verify)
 
-    def reported(self, child: int | None, kind: ReportKind, requests: Collection[str]) -> None:
+    def reported(self, index: int | None, kind: ReportKind, requests: Collection[str]) -> None:
         if self._verifier is not None:
-            self._verifier.reported(child, kind, requests)
+            self._verifier.reported(index, kind, requests)
 
-    def refused(self, child: int, requests: Collection[str]) -> set[str]:
-        return (self._verifier.refused(child, requests) if self._verifier is not None else None) or set()
+    def refused(self, index: int, requests: Collection[str]) -> set[str]:
+        return (self._verifier.refused(index, requests) if self._verifier is not None else None) or set()
 
     def take_notes(self) -> list[WrongBlocks | NotedBlock]:
         return self._verifier.take_notes() if self._verifier is not None else []
@@ -62,9 +62,9 @@ class WorkerTelemetry(WorkerObserver):
     def _join_trace(self, note: StepNote, loads: Sequence[tuple[int, TraceContext | None]]) -> None:
         """Continue the step's trace, and the traces of the loads that begin."""
         traces: dict[int, list[TraceContext]] = {}
-        for child, trace in loads:
+        for index, trace in loads:
             if trace is not None:
-                traces.setdefault(child, []).append(trace)
+                traces.setdefault(index, []).append(trace)
         if self._tracer is not None:
             self._tracer.join_step(note.trace, traces)
 

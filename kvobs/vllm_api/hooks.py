@@ -1,7 +1,7 @@
-"""The table of vLLM's connector hooks: the side that calls each, how often, and how the children's answers combine.
+"""The table of vLLM's connector hooks: the side that calls each, how often, and how the connectors' answers combine.
 
 Covers vLLM 0.27 to 0.33, and what its main branch has added until November 2026. Hooks of newer versions reach the
-children through the routing inherited from vLLM's own ``MultiConnector``, and are logged once at start.
+connectors through the routing inherited from vLLM's own ``MultiConnector``, and are logged once at start.
 """
 
 import dis
@@ -33,13 +33,13 @@ class Cadence(Enum):
 
 
 class Combine(Enum):
-    """How the children's answers are combined."""
+    """How the connectors' answers are combined."""
 
-    EACH = "each"  # every child is called; the hook has no answer
-    GUARDED = "guarded"  # as EACH, and all children are called even if one raises
-    ANY = "any"  # true if any child answers true
-    ALL = "all"  # true if all children (at least one) answer true
-    CHAIN = "chain"  # the children's items, concatenated
+    EACH = "each"  # every connector is called; the hook has no answer
+    GUARDED = "guarded"  # as EACH, and all connectors are called even if one raises
+    ANY = "any"  # true if any connector answers true
+    ALL = "all"  # true if all connectors (at least one) answer true
+    CHAIN = "chain"  # the connectors' items, concatenated
     ROUTED = "routed"  # its own rule, in the module of its side
 
 

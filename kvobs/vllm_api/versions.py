@@ -276,7 +276,7 @@ def model_name(vllm_config: Any) -> str:
     return str(served[0] if isinstance(served, list | tuple) else served)
 
 
-class EnginePlace(NamedTuple):
+class EnginePosition(NamedTuple):
     """The numbers of an engine: in its data-parallel group, and among the engines of this machine."""
 
     number: int
@@ -288,7 +288,7 @@ def has_v2_runner(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
-def engine_place(vllm_config: Any) -> EnginePlace:
+def engine_position(vllm_config: Any) -> EnginePosition:
     """Return an engine's numbers; with an external launcher each worker has an engine."""
     parallel = vllm_config.parallel_config
     index = getattr(parallel, "data_parallel_index", None)
@@ -298,7 +298,7 @@ def engine_place(vllm_config: Any) -> EnginePlace:
     on_host = index if local is None else local
     if parallel.distributed_executor_backend == "external_launcher":
         on_host = parallel.rank
-    return EnginePlace(int(index), int(on_host))
+    return EnginePosition(int(index), int(on_host))
 
 
 def has_core(vllm_config: Any) -> bool | None:

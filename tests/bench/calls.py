@@ -19,21 +19,21 @@ from prometheus_client import CollectorRegistry, Histogram
 from kvobs.probe import native
 from kvobs.testing import Rig
 from tests.bench.report import Budget, Line, Part, against_stock
-from tests.engine.children_stats import IdleChild
+from tests.engine.connectors_stats import IdleConnector
 
-CHILDREN = 3
+CONNECTORS = 3
 ROUNDS = 41
 CALLS = 2000
 NAIVE_CALLS = 100
 CALLS_NOW = 300
 
 REFERENCE_NS = 135
-"""What stock's `wait_for_layer_load` over three children took on the machine on which budgets in us were set."""
+"""What stock's `wait_for_layer_load` over three connectors took on the machine on which budgets in us were set."""
 
 LAYER = "model.layers.0.self_attn.attn"
 
 
-class BusyChild(IdleChild):
+class BusyConnector(IdleConnector):
     """Implements the hooks of layers and steps, and does next to nothing in them."""
 
     layer = ""
@@ -55,10 +55,10 @@ PURE = "kvobs, probe in Python"
 """The router that counts without the compiled probe."""
 
 
-def rig_of(router: str, *children: type[IdleChild], kvobs: dict[str, Any] | None = None, **more: Any) -> Rig:
-    """Build a rig with children of these classes."""
+def rig_of(router: str, *connectors: type[IdleConnector], kvobs: dict[str, Any] | None = None, **more: Any) -> Rig:
+    """Build a rig with connectors of these classes."""
     with probe_of(router):
-        return Rig(router.partition(",")[0], connectors=entries(children), kvobs=kvobs, **more)
+        return Rig(router.partition(",")[0], connectors=entries(connectors), kvobs=kvobs, **more)
 
 
 def probe_of(router: str) -> AbstractContextManager[object]:
@@ -67,10 +67,10 @@ def probe_of(router: str) -> AbstractContextManager[object]:
     return patch.object(native, "choice", lambda: native.Choice(is_native=router != PURE))
 
 
-def entries(children: Iterable[type[IdleChild]]) -> list[dict[str, Any]]:
+def entries(connectors: Iterable[type[IdleConnector]]) -> list[dict[str, Any]]:
     return [
-        {"kv_connector": child.__name__, "kv_connector_module_path": child.__module__, "kv_role": "kv_both"}
-        for child in children
+        {"kv_connector": connector.__name__, "kv_connector_module_path": connector.__module__, "kv_role": "kv_both"}
+        for connector in connectors
     ]
 
 
@@ -105,31 +105,31 @@ def timed(rig: Rig, case: Callable[[Rig], timeit.Timer], *, is_kvobs: bool = Tru
     return measured
 
 
-CASES: dict[str, tuple[type[IdleChild], Callable[[Rig], timeit.Timer], Budget]] = {
-    "wait_for_layer_load": (BusyChild, layer_load, Budget(1.6)),
-    "save_kv_layer": (BusyChild, layer_save, Budget(0.6)),
-    "wait_for_layer_load, empty in all": (IdleChild, layer_load, Budget(0.26)),
-    "save_kv_layer, empty in all": (IdleChild, layer_save, Budget(0.26)),
+CASES: dict[str, tuple[type[IdleConnector], Callable[[Rig], timeit.Timer], Budget]] = {
+    "wait_for_layer_load": (BusyConnector, layer_load, Budget(1.6)),
+    "save_kv_layer": (BusyConnector, layer_save, Budget(0.6)),
+    "wait_for_layer_load, empty in all": (IdleConnector, layer_load, Budget(0.26)),
+    "save_kv_layer, empty in all": (IdleConnector, layer_save, Budget(0.26)),
 }
 
 
 def measure() -> Part:
     lines = []
-    for name, (child, case, budget) in CASES.items():
-        for router, allowed in (("kvobs", budget), *([(PURE, None)] if child is BusyChild else [])):
-            calls = {"stock": timed(rig_of("stock", *[child] * CHILDREN), case, is_kvobs=False)}
-            calls["kvobs"] = timed(rig_of(router, *[child] * CHILDREN), case)
+    for name, (index, case, budget) in CASES.items():
+        for router, allowed in (("kvobs", budget), *([(PURE, None)] if index is BusyConnector else [])):
+            calls = {"stock": timed(rig_of("stock", *[index] * CONNECTORS), case, is_kvobs=False)}
+            calls["kvobs"] = timed(rig_of(router, *[index] * CONNECTORS), case)
             title = name if router == "kvobs" else f"{name}, probe in Python"
             lines.append(against_stock(title, "ns", calls, ROUNDS, allowed))
     lines.insert(2, _floor())
-    return Part(f"A fan-out over {CHILDREN} connectors, CPU time of a call; baseline: vLLM's own", [*lines, _naive()])
+    return Part(f"A fan-out over {CONNECTORS} connectors, CPU time of a call; baseline: vLLM's own", [*lines, _naive()])
 
 
 def _floor() -> Line:
     """Read the clock before the first call and after each, and keep nothing of it."""
     rig, scope = busy_rig("stock"), dict[str, Any](clock=time.perf_counter_ns)
-    scope |= {f"c{i}": child.wait_for_layer_load for i, child in enumerate(rig.workers[0]._connectors)}
-    calls = "".join(f"    c{i}(layer_name)\n    clock()\n" for i in range(CHILDREN))
+    scope |= {f"c{i}": connector.wait_for_layer_load for i, connector in enumerate(rig.workers[0]._connectors)}
+    calls = "".join(f"    c{i}(layer_name)\n    clock()\n" for i in range(CONNECTORS))
     exec(f"def fan_out(layer_name):\n    clock()\n{calls}", scope)
     read, stock = timer(f"call('{LAYER}')", scope["fan_out"]), layer_load(rig)
     times = {"kvobs": lambda: read.timeit(CALLS) / CALLS, "stock": lambda: stock.timeit(CALLS) / CALLS}
@@ -142,8 +142,8 @@ def _naive() -> Line:
     provider.add_span_processor(BatchSpanProcessor(InMemorySpanExporter(), max_queue_size=100_000))
     tracer = provider.get_tracer("naive")
     histogram = Histogram("naive_seconds", "Calls.", ["connector", "hook"], registry=CollectorRegistry())
-    rig = rig_of("stock", *[BusyChild] * CHILDREN)
-    calls = [(f"c{i}", child.wait_for_layer_load) for i, child in enumerate(rig.workers[0]._connectors)]
+    rig = rig_of("stock", *[BusyConnector] * CONNECTORS)
+    calls = [(f"c{i}", connector.wait_for_layer_load) for i, connector in enumerate(rig.workers[0]._connectors)]
 
     def wait_for_layer_load(layer_name: str) -> None:
         for name, call in calls:
@@ -163,7 +163,7 @@ def _naive() -> Line:
 
 
 def busy_rig(router: str = "kvobs", /, **options: Any) -> Rig:
-    return rig_of(router, *[BusyChild] * CHILDREN, kvobs=options or None)
+    return rig_of(router, *[BusyConnector] * CONNECTORS, kvobs=options or None)
 
 
 def measure_machine() -> Part:

@@ -33,14 +33,20 @@ ROUNDS = 12
 WARM_UP = 2
 """Rounds before those that count: what they ask is what the first of those finds again."""
 
-CHILDREN = [host_memory(2**28), host_memory(2**28)]
-STOCK = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": CHILDREN}}
-KVOBS = multi_connector(*CHILDREN, names=["near", "far"])
+CONNECTORS = [host_memory(2**28), host_memory(2**28)]
+STOCK = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"connectors": CONNECTORS},
+}
+KVOBS = multi_connector(*CONNECTORS, names=["near", "far"])
 
 
 def verifying(share: float) -> dict[str, Any]:
     extra = KVOBS["kv_connector_extra_config"]
-    return KVOBS | {"kv_connector_extra_config": extra | {"kvobs": extra["kvobs"] | {"verify": {"share": share}}}}
+    return KVOBS | {
+        "kv_connector_extra_config": extra | {"kvobs": extra["kvobs"] | {"verify": {"sample_ratio": share}}}
+    }
 
 
 VERIFY = "verify 0.01 against kvobs"
@@ -143,7 +149,7 @@ def check_hits(servers: dict[str, Server]) -> None:
 
 
 def take_turn(server: Server, number: int) -> Turn:
-    """Empty vLLM's own cache, so that prompts of earlier turns are loaded from the children; load the server."""
+    """Empty vLLM's own cache, so that prompts of earlier turns are loaded from the connectors; load the server."""
     time.sleep(SPIN_S)
     server.reset_prefix_cache()
     for text in prompts("wake", number, 3):

@@ -22,7 +22,7 @@ from statistics import quantiles
 from typing import Any, NamedTuple
 
 from kvobs.demo.collector import decode
-from kvobs.demo.run import child, multi_connector
+from kvobs.demo.run import entry, multi_connector
 from kvobs.demo.server import HOST, Server, ServerError, claim_port, group_members
 from kvobs.vllm_api.proc import stat
 from tests.bench import waits
@@ -77,8 +77,11 @@ def configs(port: int, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _config(folder: Path, level: str) -> dict[str, Any]:
-    near = {**child("WaitingChild", plan={"offer": 64}, waits=str(folder)), "kv_connector_module_path": waits.__name__}
-    made = multi_connector(near, of_tests("IdleChild"), names=["near", "far"])
+    near = {
+        **entry("WaitingConnector", plan={"offer": 64}, waits=str(folder)),
+        "kv_connector_module_path": waits.__name__,
+    }
+    made = multi_connector(near, of_tests("IdleConnector"), names=["near", "far"])
     made["kv_connector_extra_config"]["kvobs"]["tracing"] = {"level": level}
     return made
 

@@ -86,10 +86,10 @@ class Engine:
     """
 
     def __init__(self, connector: str, busy: int, folder: Path) -> None:
-        child = files(folder / "files") if connector == "files" else host_memory(2**30)
+        sub_connector = files(folder / "files") if connector == "files" else host_memory(2**30)
         if connector == "slow memory":
             spec = {"spec_name": "SlowMemorySpec", "spec_module_path": "tests.bench.gain"}
-            child["kv_connector_extra_config"] |= spec
+            sub_connector["kv_connector_extra_config"] |= spec
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(make_model(folder / "model")),
@@ -101,7 +101,7 @@ class Engine:
                 block_size=32,
                 enable_prefix_caching=False,  # a prompt that is asked again would be found there
                 skip_tokenizer_init=True,
-                kv_transfer_config=multi_connector(child, names=["only"]),
+                kv_transfer_config=multi_connector(sub_connector, names=["only"]),
             )
         )
         self.announced = Announced()

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvobs.testing import BLOCK, Rig
-from tests.bench.calls import CHILDREN, BusyChild, rig_of
+from tests.bench.calls import CONNECTORS, BusyConnector, rig_of
 from tests.bench.report import Budget, Part, against_stock
 
 ROUNDS = 21
@@ -33,7 +33,7 @@ Timed = Callable[[], float]
 """Runs once, and returns the microseconds that it took."""
 
 
-class Stepping(BusyChild):
+class Stepping(BusyConnector):
     """Implements the hooks of a step. It has nothing of any prompt."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
@@ -78,9 +78,9 @@ class Later(Late):
         return None, bool(self.layer)
 
 
-def waiting(router: str, n: int, children: int = CHILDREN) -> Timed:
+def waiting(router: str, n: int, connectors: int = CONNECTORS) -> Timed:
     """Time vLLM's ``schedule()`` while so many requests wait for the answer of the last connector."""
-    return _scheduling(rig_of(router, *[Stepping] * (children - 1), Late), n)
+    return _scheduling(rig_of(router, *[Stepping] * (connectors - 1), Late), n)
 
 
 def left_open(router: str, n: int) -> Timed:
@@ -107,14 +107,14 @@ def _scheduling(rig: Rig, n: int) -> Timed:
     return lambda: _us(rig.scheduler.schedule)
 
 
-def running(router: str, n: int, children: int = CHILDREN) -> Timed:
+def running(router: str, n: int, connectors: int = CONNECTORS) -> Timed:
     """Time a step's hooks on the scheduler's side, with so many requests that decode."""
-    return _stepping(rig_of(router, *[Stepping] * children), n)
+    return _stepping(rig_of(router, *[Stepping] * connectors), n)
 
 
 def loading(router: str, n: int) -> Timed:
     """Time them with one request that decodes, and so many loads in progress."""
-    rig = rig_of(router, Loading, *[Stepping] * (CHILDREN - 1), blocks=4 * n)
+    rig = rig_of(router, Loading, *[Stepping] * (CONNECTORS - 1), blocks=4 * n)
     load(rig, n)
     return _stepping(rig, 1)
 
@@ -138,9 +138,9 @@ def _stepping(rig: Rig, n: int) -> Timed:
     return lambda: _us(steps) / STEPS
 
 
-def working(router: str, children: int) -> Timed:
+def working(router: str, connectors: int) -> Timed:
     """Time a step's hooks on the worker's side, without those of layers."""
-    rig = rig_of(router, *[Stepping] * children)
+    rig = rig_of(router, *[Stepping] * connectors)
     worker, meta = rig.workers[0], rig.scheduler.schedule().kv_connector_metadata
 
     def steps() -> None:
@@ -160,7 +160,7 @@ def working(router: str, children: int) -> Timed:
 
 def ending(router: str, ranks: int, *, on_rank: bool = False) -> Timed:
     """Time the step in which loads end on all ranks: in EngineCore, or on one of the ranks."""
-    rig = rig_of(router, Loading, *[Stepping] * (CHILDREN - 1), ranks=ranks)
+    rig = rig_of(router, Loading, *[Stepping] * (CONNECTORS - 1), ranks=ranks)
     if router == "stock":  # kvobs has replaced vLLM's own where it is looked up
         rig.aggregator = stock.KVOutputAggregator.from_connector(rig.connector, ranks)
     timed = (
@@ -216,15 +216,15 @@ CASES = (
     Case("schedule(), 100 waiting lookups", partial(waiting, n=100)),
     Case("schedule(), 500 waiting lookups", partial(waiting, n=500)),
     Case("schedule(), 2,000 waiting lookups", partial(waiting, n=2000), Budget(1.2)),
-    Case("schedule(), 500 waiting lookups, 1 connector", partial(waiting, n=500, children=1)),
-    Case("schedule(), 500 waiting lookups, 16 connectors", partial(waiting, n=500, children=16)),
+    Case("schedule(), 500 waiting lookups, 1 connector", partial(waiting, n=500, connectors=1)),
+    Case("schedule(), 500 waiting lookups, 16 connectors", partial(waiting, n=500, connectors=16)),
     Case("schedule(), 100 waiting lookups, as many open", partial(left_open, n=100)),
     Case("schedule(), 500 waiting lookups, as many open", partial(left_open, n=500)),
     Case("schedule(), 2,000 waiting lookups, as many open", partial(left_open, n=2000), Budget(1.5)),
     *(Case(f"scheduler's step hooks, {n:,} running", partial(running, n=n)) for n in (1, 100, 2000, 20_000)),
     Case("scheduler's step hooks, 2,000 loads in progress", partial(loading, n=2000)),
-    *(Case(f"scheduler's step hooks, connectors: {n}", partial(running, n=100, children=n)) for n in (1, 8, 16)),
-    *(Case(f"a worker's step hooks, connectors: {n}", partial(working, children=n)) for n in (1, 3, 8, 16)),
+    *(Case(f"scheduler's step hooks, connectors: {n}", partial(running, n=100, connectors=n)) for n in (1, 8, 16)),
+    *(Case(f"a worker's step hooks, connectors: {n}", partial(working, connectors=n)) for n in (1, 3, 8, 16)),
     *(Case(f"EngineCore, {ENDING} loads end, ranks: {n}", partial(ending, ranks=n)) for n in (1, 8, 64)),
     Case(f"a rank, {ENDING} loads end", partial(ending, ranks=1, on_rank=True)),
 )
@@ -236,4 +236,6 @@ def measure(say: Callable[[str], None], rounds: int = ROUNDS) -> Part:
         say(f"  {case.title}")
         routers = {router: case.prepare(router) for router in ("stock", "kvobs")}
         lines.append(against_stock(case.title, "us", routers, rounds, case.budget))
-    return Part(f"What grows with the engine, {CHILDREN} connectors unless said, CPU time; baseline: vLLM's own", lines)
+    return Part(
+        f"What grows with the engine, {CONNECTORS} connectors unless said, CPU time; baseline: vLLM's own", lines
+    )

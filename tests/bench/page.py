@@ -24,7 +24,7 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.spans import Reason, Record
 from kvobs.telemetry.tracing.journal import Journal
-from tests.bench.calls import CHILDREN, slowness
+from tests.bench.calls import CONNECTORS, slowness
 from tests.bench.report import Budget, Line, Part
 from tests.support.watched import begin, config
 
@@ -41,7 +41,7 @@ HOOKS = (
     "wait_for_save", "get_transfer_results", "get_block_ids_with_load_errors", "get_kv_connector_stats",
     "get_kv_connector_kv_cache_events", "build_connector_worker_meta", "clear_connector_metadata",
 )  # fmt: skip
-NAMES = tuple(f"Connector-{i}" for i in range(CHILDREN))
+NAMES = tuple(f"Connector-{i}" for i in range(CONNECTORS))
 MIB = 1 << 20
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def engine() -> Iterator[tuple[Engine, PageWriter]]:
     name = f"bench-{uuid4()}"
     pages = [begin(name, rank, NAMES) for rank in (None, *range(RANKS))]
     for seed, page in enumerate(pages):
-        _fill(Recorder(CHILDREN, names=NAMES, page=page), random.Random(seed))
+        _fill(Recorder(CONNECTORS, names=NAMES, page=page), random.Random(seed))
     read = Engine(f"{Identity.of(config(name)).server}-0-")
     read.find()
     if len(read.pages) != len(pages):
@@ -66,12 +66,12 @@ def engine() -> Iterator[tuple[Engine, PageWriter]]:
 
 
 def _fill(recorder: Recorder, rng: random.Random) -> None:
-    for child in range(CHILDREN):
+    for index in range(CONNECTORS):
         for hook in HOOKS:
             for _ in range(CALLS):
-                recorder.add_call(child, hook, 0, int(rng.lognormvariate(9, 0.6)))  # 8 us, and 32 us at p99
+                recorder.add_call(index, hook, 0, int(rng.lognormvariate(9, 0.6)))  # 8 us, and 32 us at p99
         for i in range(ERRORS):
-            recorder.count_open(child, signals.CALL_ERRORS, "start_load_kv", f"Error{i}")
+            recorder.count_dynamic(index, signals.CALL_ERRORS, "start_load_kv", f"Error{i}")
 
 
 def group() -> list[Record]:
@@ -103,7 +103,7 @@ def measure(rounds: int = ROUNDS) -> Part:
             ring.write(spans)
             return made
 
-        if not (read.counts()[signals.place(0, 0) :] and len(read.rows()) == CHILDREN * ERRORS):
+        if not (read.counts()[signals.word(0, 0) :] and len(read.rows()) == CONNECTORS * ERRORS):
             raise RuntimeError("the pages are empty")
         lines = [
             _timed(f"a scrape: reading and summing {1 + RANKS} pages", rounds, summed, lambda: None, Budget(200)),
@@ -115,7 +115,7 @@ def measure(rounds: int = ROUNDS) -> Part:
         ]
         size = size_of(page.process)
     memory = Line("memory of a page", "MiB", [size / MIB], budget=Budget(2.5))
-    return Part(f"A page: {RANKS} ranks, {CHILDREN} connectors x {len(HOOKS)} hooks", [*lines, memory])
+    return Part(f"A page: {RANKS} ranks, {CONNECTORS} connectors x {len(HOOKS)} hooks", [*lines, memory])
 
 
 def _timed(

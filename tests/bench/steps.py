@@ -26,7 +26,7 @@ from kvobs.probe.layer_calls import ARGUMENTS
 from kvobs.telemetry.scheduler_telemetry import EVERY_NS
 from kvobs.testing import BLOCK, Rig
 from kvobs.vllm_api.hooks import HOOKS
-from tests.bench.calls import CHILDREN, PURE, BusyChild, entries, probe_of, slowness
+from tests.bench.calls import CONNECTORS, PURE, BusyConnector, entries, probe_of, slowness
 from tests.bench.growth import Stepping
 from tests.bench.report import Budget, Line, Part
 
@@ -85,7 +85,7 @@ class Engine(Rig):
         """Read the clock before and after each call that vLLM's own router makes into a connector."""
         for router in (self.connector, *self.workers):
             for connector, hook in product(router._connectors, HOOKS.keys() - ARGUMENTS.keys()):
-                if hook in vars(Stepping) or hook in vars(BusyChild):
+                if hook in vars(Stepping) or hook in vars(BusyConnector):
                     setattr(connector, hook, between_readings(getattr(connector, hook)))
         for worker in self.workers:
             for hook, arguments in ARGUMENTS.items():
@@ -168,7 +168,7 @@ class Case(NamedTuple):
     budgets: Mapping[str, float]
 
 
-USUAL, BUSY = (WithoutLayers,) * 2, (Stepping,) * CHILDREN
+USUAL, BUSY = (WithoutLayers,) * 2, (Stepping,) * CONNECTORS
 CASES = (
     Case(
         "2 without layer hooks, cold", USUAL, 1, True, 3, LOOKS_EVERY, ("stock", "kvobs"), {"mean": 1.004, "p99": 1.02}
@@ -189,7 +189,7 @@ ADDED = {True: (25, 10, None, None), False: (6, 0, None, None)}
 
 def measure() -> Part:
     lines = [line for case in CASES for line in _measure(case)]
-    title = f"A decode step of 5 ms, {len(LAYERS)} layers, {CHILDREN} busy connectors if nothing else is said"
+    title = f"A decode step of 5 ms, {len(LAYERS)} layers, {CONNECTORS} busy connectors if nothing else is said"
     return Part(f"{title}; baseline: vLLM's own", lines)
 
 

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvobs.export.span_export import SpanCutter
+from kvobs.export.span_export import SpanConverter
 from kvobs.page.writer import PageWriter, describe, plain
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals, spans
@@ -34,7 +34,7 @@ from kvobs.telemetry.tracing.journal import Journal
 from kvobs.telemetry.tracing.request_traces import Traces
 from kvobs.telemetry.tracing.sampling import TracingSettings, Verdicts
 from kvobs.testing import BLOCK, Rig
-from tests.bench.calls import BusyChild, entries, scaled
+from tests.bench.calls import BusyConnector, entries, scaled
 from tests.bench.report import Budget, Line, Part
 from tests.bench.steps import LASTS_NS, LAYERS, STEP_NS, look_by_its_time, percentile
 from tests.support.contexts import no_otel_variables
@@ -68,7 +68,7 @@ class Orders(KVConnectorMetadata):
     requests: list[str] = field(default_factory=list)
 
 
-class Loader(BusyChild):
+class Loader(BusyConnector):
     """Offers two blocks of every prompt; they are there in the step after the one in which a worker gets the order."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -92,7 +92,7 @@ class Loader(BusyChild):
         return None, loaded or None
 
 
-CHILDREN = (Loader, BusyChild, BusyChild)
+CONNECTORS = (Loader, BusyConnector, BusyConnector)
 NAMES = ("near", "far", "farther")
 
 
@@ -104,7 +104,7 @@ class Engine(Rig):
         with pytest.MonkeyPatch.context() as patch:
             no_otel_variables(patch, **endpoint)
             options = {"names": list(NAMES), "tracing": {"level": level}}
-            super().__init__("kvobs", connectors=entries(CHILDREN), kvobs=options, ranks=RANKS)
+            super().__init__("kvobs", connectors=entries(CONNECTORS), kvobs=options, ranks=RANKS)
         for worker in self.workers:
             worker.wait_for_layer_load = forward(worker)
         self.worked: list[int] = []
@@ -304,7 +304,7 @@ def _cutting() -> tuple[list[float], list[float]]:
     with pytest.MonkeyPatch.context() as patch:
         no_otel_variables(patch)
         attributes = {spans.GEN_AI_MODEL: "tiny"}
-        cutter = SpanCutter(kept, attributes, lambda where, n: lost.update({where: n}), clock=lambda: next(hours))
+        converter = SpanConverter(kept, attributes, lambda where, n: lost.update({where: n}), clock=lambda: next(hours))
     cut, encoded = [], []
     for number in range(CUT_ROUNDS):
         taken: list[Any] = []
@@ -313,12 +313,12 @@ def _cutting() -> tuple[list[float], list[float]]:
             taken.append(groups[(number * CUT_AT_A_TIME + len(taken)) % len(groups)])
             size += len(taken[-1])
         begin = time.thread_time_ns()
-        assert len(cutter.cut(taken, 0)) == size
+        assert len(converter.convert(taken, 0)) == size
         cut.append((time.thread_time_ns() - begin) / size / 1e3)
-        cutter._processor.force_flush()
+        converter._processor.force_flush()
         begin = time.thread_time_ns()
         assert encode_spans(kept.batch).SerializeToString()
         encoded.append((time.thread_time_ns() - begin) / size / 1e3)
-    cutter.close()
+    converter.close()
     assert not lost
     return cut, encoded

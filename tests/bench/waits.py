@@ -2,8 +2,8 @@
 
 EngineCore spins while it waits, so most of its CPU time is that of the workers' steps, and of who else wants the core.
 
-Option in ``kv_connector_extra_config``, beside those of ``SteeredChild``: ``waits``, an existing folder, in which each
-EngineCore has a file.
+Option in ``kv_connector_extra_config``, beside those of ``SteeredConnector``: ``waits``, an existing folder, in which
+each EngineCore has a file.
 """
 
 import mmap
@@ -16,7 +16,7 @@ from typing import Any
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from tests.engine.children_steered import SteeredChild
+from tests.engine.connectors_steered import SteeredConnector
 
 SECONDS = struct.Struct("d")
 
@@ -26,7 +26,7 @@ def waited(folder: Path, pid: int) -> float:
     return float(SECONDS.unpack((folder / str(pid)).read_bytes())[0])
 
 
-class WaitingChild(SteeredChild):
+class WaitingConnector(SteeredConnector):
     """Does what each request's plan says, and times the waits of the process that schedules."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

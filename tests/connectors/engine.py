@@ -13,11 +13,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvobs.testing import Rig, Script
 from tests.connectors.memory import BLOCK, LAYERS, Memory, Truth, cache_config
 from tests.connectors.plug import Plug, entries
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 
 
 class Engine(Rig):
-    """An engine whose children are real connectors, one for each plug; its worker is a V1 or V2 model runner.
+    """An engine whose connectors are real connectors, one for each plug; its worker is a V1 or V2 model runner.
 
     Prompts with more tokens than the ``budget`` of a step are prefilled in chunks.
     """
@@ -30,8 +30,8 @@ class Engine(Rig):
         more.setdefault("connectors", [plug.config() for plug in plugs])
         super().__init__(router, blocks=blocks, **more)
         self.scheduler.use_v2_model_runner = is_v2
-        for plug, child in zip(plugs, children_of(self.connector), strict=True):
-            plug.attach_scheduler(child)
+        for plug, connector in zip(plugs, connectors_of(self.connector), strict=True):
+            plug.attach_scheduler(connector)
         self.steps = 0
         self.wrong_uses: list[str] = []  # KV that was read by a forward and was not what it had to be
         self._wrong: dict[str, tuple[int, int]] = {}  # in this step: request -> first wrong position, its block
@@ -54,8 +54,8 @@ class Engine(Rig):
         config.compilation_config.static_forward_context = memory.layers
         worker = super()._build_worker(cls, config, caches)
         self.memories[worker] = memory
-        for plug, child in zip(self.plugs, children_of(worker), strict=True):
-            plug.attach_worker(child, memory, self.truth, config.parallel_config.rank)
+        for plug, connector in zip(self.plugs, connectors_of(worker), strict=True):
+            plug.attach_worker(connector, memory, self.truth, config.parallel_config.rank)
         worker.register_kv_caches(memory.kv_caches)
         return worker
 
@@ -130,13 +130,13 @@ class Beside(Rig):
     """A rig of a real connector that moves no KV, and of others, which come after or before it."""
 
     def __init__(self, router: str, entry: dict[str, Any], *others: Any, is_first: bool, **more: Any) -> None:
-        entries = [child_config(other) if isinstance(other, Script) else other for other in others]
+        entries = [entry_for(other) if isinstance(other, Script) else other for other in others]
         super().__init__(router, connectors=[entry, *entries] if is_first else [*entries, entry], **more)
         self._place = 0 if is_first else len(entries)
 
     def real(self, router: Any) -> Any:
         """Return the connector in the scheduler's router, or in a worker's."""
-        return children_of(router)[self._place]
+        return connectors_of(router)[self._place]
 
     def left_in(self, owner: Any, *books: str) -> list[str]:
         """Return what is left in an idle engine: requests, blocks, and entries of these books."""
@@ -144,9 +144,9 @@ class Beside(Rig):
         return entries(owner, *books) + list(self.scheduler.requests) + held
 
 
-def children_of(connector: Any) -> list[Any]:
-    """Return a router's children, in order, and a nested router's in its place."""
+def connectors_of(connector: Any) -> list[Any]:
+    """Return a router's connectors, in order, and a nested router's in its place."""
     found: list[Any] = []
-    for child in connector._connectors:
-        found += children_of(child) if hasattr(child, "_connectors") else [child]
+    for sub_connector in connector._connectors:
+        found += connectors_of(sub_connector) if hasattr(sub_connector, "_connectors") else [sub_connector]
     return found

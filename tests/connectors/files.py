@@ -33,19 +33,21 @@ class Example(Plug):
         if hasattr(save, "is_ours"):
             return
 
-        def saved(child: Any, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-            save(child, layer_name, kv_layer, attn_metadata, **kwargs)
-            for request in child._get_connector_metadata().requests:
+        def saved(connector: Any, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+            save(connector, layer_name, kv_layer, attn_metadata, **kwargs)
+            for request in connector._get_connector_metadata().requests:
                 if request.is_store and layer_name == LAYERS[0]:
                     slots, values = request.slot_mapping, chain(request.token_ids.tolist())
                     held = kv_layer[slots // BLOCK, 0, slots % BLOCK, 0].tolist()
-                    Example.by_tag[child._storage_path].check_store(held == values[: len(held)], f"{len(held)} tokens")
+                    Example.by_tag[connector._storage_path].check_store(
+                        held == values[: len(held)], f"{len(held)} tokens"
+                    )
 
         saved.is_ours = True  # type: ignore[attr-defined]
         patch.setattr(ExampleConnector, "save_kv_layer", saved)
 
     def leftovers(self) -> list[str]:
-        return entries(self.child, "_requests_need_load")
+        return entries(self.on_scheduler, "_requests_need_load")
 
 
 class DecodeBench(Plug):
@@ -55,11 +57,11 @@ class DecodeBench(Plug):
     is_a_lie = True
 
     def leftovers(self) -> list[str]:
-        return entries(self.child.connector_scheduler, "_filled_requests", "_pending_fills")
+        return entries(self.on_scheduler.connector_scheduler, "_filled_requests", "_pending_fills")
 
 
 class HF3FS(Plug):
-    """One child with a file system of its own; the last one that was made gets the next connector."""
+    """One connector with a file system of its own; the last one that was made gets the next connector."""
 
     connector = "HF3FSKVConnector"
 
@@ -76,9 +78,9 @@ class HF3FS(Plug):
         patch.setattr(hf3fs_connector, "AsyncOperationManager", Operations)
         patch.setattr(hf3fs_connector.HF3FSKVConnector, "_setup_storage_clients", _no_clients)
 
-    def attach_worker(self, child: Any, memory: Memory, truth: Truth, rank: int) -> None:
-        super().attach_worker(child, memory, truth, rank)
-        child.plug, child.memory = self, memory
+    def attach_worker(self, connector: Any, memory: Memory, truth: Truth, rank: int) -> None:
+        super().attach_worker(connector, memory, truth, rank)
+        connector.plug, connector.memory = self, memory
 
     def tick(self) -> None:
         super().tick()
@@ -90,14 +92,14 @@ class HF3FS(Plug):
                 self.transfers.append((due, run))
 
     def leftovers(self) -> list[str]:
-        left = entries(self.child, "_scheduling_states")
+        left = entries(self.on_scheduler, "_scheduling_states")
         for worker in self.workers.values():
             left += entries(worker._async_manager, "_save_futures", "_load_futures", "_pending_finished_requests")
         return left
 
 
-def _no_clients(child: Any) -> None:
-    child._rank, child._clients = 0, []
+def _no_clients(connector: Any) -> None:
+    connector._rank, connector._clients = 0, []
 
 
 class Metadata:

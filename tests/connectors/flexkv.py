@@ -27,7 +27,7 @@ class FlexKV(Plug):
         sys.modules[name].FlexKVConnectorV1Impl = _adapter  # type: ignore[attr-defined]
 
     def leftovers(self) -> list[str]:
-        adapter = self.child._flexkv_connector
+        adapter = self.on_scheduler._flexkv_connector
         open_ = (*adapter.matched, *adapter.ordered, *adapter.running)
         return entries(adapter, "tasks") + [f"{task.kind} of {task.request_id}" for task in open_]
 

@@ -16,7 +16,7 @@ FUTURES = "lmcache.v1.multiprocess.futures"
 
 
 class LMCacheMP(Plug):
-    """One child with a server of its own."""
+    """One connector with a server of its own."""
 
     connector = "LMCacheMPConnector"
 
@@ -43,11 +43,11 @@ class LMCacheMP(Plug):
         real = cls._cleanup_request_tracker
         if not hasattr(real, "is_ours"):
 
-            def cleanup(child: Any, request_id: str) -> None:
-                tracker = child.request_trackers.get(request_id)
+            def cleanup(sub_connector: Any, request_id: str) -> None:
+                tracker = sub_connector.request_trackers.get(request_id)
                 if tracker is not None and tracker.state.name == "PREFETCHING":
-                    next(iter(child.scheduler_adapter.req_clients.values())).server.given_up.add(request_id)
-                real(child, request_id)
+                    next(iter(sub_connector.scheduler_adapter.req_clients.values())).server.given_up.add(request_id)
+                real(sub_connector, request_id)
 
             cleanup.is_ours = True  # type: ignore[attr-defined]
             patch.setattr(cls, "_cleanup_request_tracker", cleanup)
@@ -78,7 +78,7 @@ class LMCacheMP(Plug):
 
     def leftovers(self) -> list[str]:
         books = ("_pending_lookups", "_unacked_lookups", "_finished_lookup_results", "_lookup_status")
-        left = entries(self.child, "request_trackers") + entries(self.child.scheduler_adapter, *books)
+        left = entries(self.on_scheduler, "request_trackers") + entries(self.on_scheduler.scheduler_adapter, *books)
         left += [f"prefetch job of {request}" for request in self.jobs if request not in self.given_up]
         held = {request for (request, _), count in self.locks.items() if count}
         left += [f"read locks of {request}" for request in sorted(held - self.given_up)]

@@ -16,7 +16,7 @@ CHUNK = 2 * BLOCK
 
 
 class LMCacheV1(Plug):
-    """One child with a cache of its own."""
+    """One connector with a cache of its own."""
 
     connector = "LMCacheConnectorV1"
 
@@ -36,9 +36,9 @@ class LMCacheV1(Plug):
         patch.setattr(adapter, "LMCacheManager", _manager)
         patch.setattr(adapter, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
 
-    def attach_scheduler(self, child: Any) -> None:
-        super().attach_scheduler(child)
-        impl = child._lmcache_engine
+    def attach_scheduler(self, connector: Any) -> None:
+        super().attach_scheduler(connector)
+        impl = connector._lmcache_engine
         finished = impl.request_finished
 
         def request_finished(request: Any, block_ids: list[int]) -> Any:
@@ -48,9 +48,9 @@ class LMCacheV1(Plug):
 
         impl.request_finished = request_finished
 
-    def attach_worker(self, child: Any, memory: Memory, truth: Truth, rank: int) -> None:
-        super().attach_worker(child, memory, truth, rank)
-        child._lmcache_engine.lmcache_engine.memory = memory
+    def attach_worker(self, connector: Any, memory: Memory, truth: Truth, rank: int) -> None:
+        super().attach_worker(connector, memory, truth, rank)
+        connector._lmcache_engine.lmcache_engine.memory = memory
 
     # The lookup client
 
@@ -72,7 +72,7 @@ class LMCacheV1(Plug):
         return True
 
     def leftovers(self) -> list[str]:
-        impl = self.child._lmcache_engine
+        impl = self.on_scheduler._lmcache_engine
         left = entries(impl, "_unfinished_requests", "_request_trackers")
         left += [f"load_specs: {request}" for request in impl.load_specs if request not in self.given_up]
         left += [f"answer for {request}" for request in self.answers if request not in self.given_up]

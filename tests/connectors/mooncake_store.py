@@ -50,14 +50,14 @@ class MooncakeStore(Plug):
         patch.setattr(store_worker.torch.cuda, "Event", Event)
         patch.setattr(store_scheduler, "LookupKeyClient", _client)
 
-    def attach_worker(self, child: Any, memory: Memory, truth: Truth, rank: int) -> None:
-        super().attach_worker(child, memory, truth, rank)
-        child.connector_worker.store.plug = self
+    def attach_worker(self, connector: Any, memory: Memory, truth: Truth, rank: int) -> None:
+        super().attach_worker(connector, memory, truth, rank)
+        connector.connector_worker.store.plug = self
 
     def tick(self) -> None:
         """Let each of the store's threads do what it would have done in a step."""
         super().tick()
-        for worker in (child.connector_worker for child in self.workers.values()):
+        for worker in (connector.connector_worker for connector in self.workers.values()):
             for thread in (worker.kv_send_thread, worker.kv_recv_threads[0]):
                 for _ in range(self.random.choice((0, 1, 1, 3))):
                     if not thread.request_queue.empty():
@@ -88,10 +88,10 @@ class MooncakeStore(Plug):
         return True
 
     def leftovers(self) -> list[str]:
-        scheduler = self.child.connector_scheduler
+        scheduler = self.on_scheduler.connector_scheduler
         books = ("load_specs", "_request_trackers", "_unfinished_requests", "_unfinished_request_ids", "_pinned_saves")
         left = entries(scheduler, *books) + entries(scheduler.client, "futures")
-        for worker in (child.connector_worker for child in self.workers.values()):
+        for worker in (connector.connector_worker for connector in self.workers.values()):
             threads = (worker.kv_send_thread, *worker.kv_recv_threads)
             left += entries(worker.kv_send_thread, "stored_requests")
             left += [f"{thread.name} has work" for thread in threads if thread.request_queue.qsize()]

@@ -162,8 +162,8 @@ class Offloading(Plug):
             **self.more,
         }
 
-    def attach_scheduler(self, child: Any) -> None:
-        super().attach_scheduler(child)
+    def attach_scheduler(self, connector: Any) -> None:
+        super().attach_scheduler(connector)
         manager = self.manager
         complete, reset = manager.complete_store, manager.reset_cache
 
@@ -180,7 +180,7 @@ class Offloading(Plug):
 
     @property
     def manager(self) -> Any:
-        return self.child.connector_scheduler.manager
+        return self.on_scheduler.connector_scheduler.manager
 
     @property
     def primary(self) -> Any:
@@ -198,7 +198,7 @@ class Offloading(Plug):
             self.check_store(page_is_right(page, values), f"rank {rank}: host chunk {chunk} under the wrong tokens")
 
     def leftovers(self) -> list[str]:
-        scheduler = self.child.connector_scheduler
+        scheduler = self.on_scheduler.connector_scheduler
         left = entries(scheduler, "_req_status", "_jobs", "_block_id_to_pending_jobs")
         left += ["chunks being loaded"] if scheduler._chunks_being_loaded else []
         for key, status in self.primary._policy.chunks.items():

@@ -8,7 +8,7 @@ from tests.connectors.memory import BLOCK, Memory, Truth
 
 
 class Plug:
-    """One child; a subclass stands in for its wire in ``install``, which runs before the connector is built."""
+    """One connector; a subclass stands in for its wire in ``install``, which runs before the connector is built."""
 
     connector = ""  # vLLM's name of its class
     role = "kv_both"
@@ -20,7 +20,7 @@ class Plug:
         self.random = random.Random(f"{self.name} {seed}")
         self.fail_rate = fail_rate
         self.now = 0  # steps
-        self.child: Any = None  # on the scheduler's side
+        self.on_scheduler: Any = None  # on the scheduler's side
         self.workers: dict[int, Any] = {}
         self.memories: dict[int, Memory] = {}
         self.truth = Truth()
@@ -48,12 +48,12 @@ class Plug:
     def install(self, patch: Any) -> None:
         """Put the stand-ins in place."""
 
-    def attach_worker(self, child: Any, memory: Memory, truth: Truth, rank: int) -> None:
+    def attach_worker(self, connector: Any, memory: Memory, truth: Truth, rank: int) -> None:
         """Take a worker's side, before its KV caches are registered."""
-        self.workers[rank], self.memories[rank], self.truth = child, memory, truth
+        self.workers[rank], self.memories[rank], self.truth = connector, memory, truth
 
-    def attach_scheduler(self, child: Any) -> None:
-        self.child = child
+    def attach_scheduler(self, connector: Any) -> None:
+        self.on_scheduler = connector
 
     def tick(self) -> None:
         self.now += 1

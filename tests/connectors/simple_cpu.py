@@ -32,9 +32,9 @@ class SimpleCPU(Plug):
         patch.setattr(simple_worker, "PIN_MEMORY", False)
         patch.setattr(simple_worker, "DmaCopyBackend", Copies)
 
-    def attach_worker(self, child: Any, memory: Memory, truth: Truth, rank: int) -> None:
-        super().attach_worker(child, memory, truth, rank)
-        handler = child.worker_handler
+    def attach_worker(self, connector: Any, memory: Memory, truth: Truth, rank: int) -> None:
+        super().attach_worker(connector, memory, truth, rank)
+        handler = connector.worker_handler
         make = handler._init_cpu_mode
 
         def init(*args: Any) -> None:
@@ -44,9 +44,9 @@ class SimpleCPU(Plug):
 
         handler._init_cpu_mode = init
 
-    def attach_scheduler(self, child: Any) -> None:
-        super().attach_scheduler(child)
-        manager = child.scheduler_manager
+    def attach_scheduler(self, connector: Any) -> None:
+        super().attach_scheduler(connector)
+        manager = connector.scheduler_manager
         complete, reset = manager._process_store_completion, manager.reset
 
         def completed(gpu_blocks: list[int], cpu_blocks: list[int], *args: Any) -> None:
@@ -65,7 +65,7 @@ class SimpleCPU(Plug):
         manager._process_store_completion, manager.reset = completed, cleared
 
     def leftovers(self) -> list[str]:
-        manager = self.child.scheduler_manager
+        manager = self.on_scheduler.scheduler_manager
         books = [
             *("_pending_cpu_hits", "_reqs_to_load", "_reqs_to_store", "_load_event_to_reqs", "_store_event_to_blocks"),
             *("_store_event_to_reqs", "_pending_finished_stores", "_in_flight_store_gpu_blocks"),

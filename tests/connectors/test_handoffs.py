@@ -39,9 +39,9 @@ class Handoff(Plug):
         patch.setattr(nixl_connector, "NixlPushConnectorWorker", NixlWire)
         patch.setattr(mooncake_connector, "MooncakeConnectorWorker", MooncakeWire)
 
-    def attach_worker(self, child: Any, memory: Memory, truth: Truth, rank: int) -> None:
-        super().attach_worker(child, memory, truth, rank)
-        child.connector_worker.plug = self
+    def attach_worker(self, connector: Any, memory: Memory, truth: Truth, rank: int) -> None:
+        super().attach_worker(connector, memory, truth, rank)
+        connector.connector_worker.plug = self
 
     def pull(self, request: str, transfer: str, blocks: list[int], *, reports: bool) -> None:
         self.asked.append((self.now + self.delay(), request, transfer, blocks, reports))
@@ -70,7 +70,7 @@ class Handoff(Plug):
         return results
 
     def leftovers(self) -> list[str]:
-        scheduler = self.child.connector_scheduler
+        scheduler = self.on_scheduler.connector_scheduler
         books = [
             *("_reqs_need_recv", "_reqs_need_save", "_reqs_need_send", "_reqs_not_processed", "_reqs_in_batch"),
             *("_heartbeat_req_engine", "_push_pending_registrations", "_finished_request_blocks"),

@@ -1,4 +1,4 @@
-"""Best-effort children that are real connectors fail in every hook: what they store stays right, and all else."""
+"""Best-effort connectors that are real connectors fail in every hook: what they store stays right, and all else."""
 
 import random
 import re
@@ -57,7 +57,7 @@ class InjectedError(ConnectionError):
 
 @dataclass
 class Faults:
-    """When a hook of a child raises: in a share of its calls for a while, before or after it has done its work."""
+    """When a hook of a connector raises: in a share of its calls for a while, before or after it has done its work."""
 
     plug: Plug
     hook: str
@@ -69,15 +69,15 @@ class Faults:
     _random: random.Random = field(default_factory=lambda: random.Random(1))
 
     def install(self, patch: Any) -> None:
-        """Wrap the hook of the child's class; routers look hooks up when they are built."""
+        """Wrap the hook of the connector's class; routers look hooks up when they are built."""
         cls = KVConnectorFactory.get_connector_class(KVTransferConfig(**self.plug.config()))
         real, faults = getattr(cls, self.hook), self
 
-        def hook(child: Any, *args: Any, **kwargs: Any) -> Any:
-            is_due = faults.is_due(child)
+        def hook(connector: Any, *args: Any, **kwargs: Any) -> Any:
+            is_due = faults.is_due(connector)
             if is_due and not faults.is_after:
                 faults.fail()
-            answer = real(child, *args, **kwargs)
+            answer = real(connector, *args, **kwargs)
             if is_due:
                 faults.fail()
             return answer
@@ -85,8 +85,8 @@ class Faults:
         hook.__name__ = self.hook
         patch.setattr(cls, self.hook, hook)
 
-    def is_due(self, child: Any) -> bool:
-        is_ours = child is self.plug.child or child in self.plug.workers.values()
+    def is_due(self, index: Any) -> bool:
+        is_ours = index is self.plug.on_scheduler or index in self.plug.workers.values()
         is_time = self.raised < self.most and 15 <= self.plug.now <= 80
         return is_ours and is_time and self._random.random() < 0.6
 
@@ -97,7 +97,7 @@ class Faults:
 
 
 def run(name: str, hook: str, when: str, seed: int) -> tuple[Ending, Faults]:
-    """Live a life in which the isolated child fails for a while, early on."""
+    """Live a life in which the isolated connector fails for a while, early on."""
     sibling = "simple-cpu" if name.startswith("offloading") else "offloading"
     names = [name, sibling] if seed % 2 else [sibling, name]
     with pytest.MonkeyPatch.context() as patch:
@@ -109,14 +109,14 @@ def run(name: str, hook: str, when: str, seed: int) -> tuple[Ending, Faults]:
         )
         faults.install(patch)
         options = {"blocks": 70 if hook in FEW else 30, "is_v2": seed % 4 > 1} | SETTINGS.get(name, {})
-        engine = build("kvobs", plugs, patch, kvobs={"names": names, "isolate": [name]}, **options)
+        engine = build("kvobs", plugs, patch, kvobs={"names": names, "best_effort": [name]}, **options)
         faults.live = lambda: set(engine.scheduler.requests)
         return live(engine, seed, requests=24, seconds=10 * GIVE_UP_S), faults
 
 
 @pytest.mark.parametrize(("hook", "when"), HOOKS, ids=lambda value: value)
 @pytest.mark.parametrize("name", STORES)
-def test_a_child_that_fails_harms_nothing(name: str, hook: str, when: str) -> None:
+def test_a_connector_that_fails_harms_nothing(name: str, hook: str, when: str) -> None:
     seed = STORES.index(name) + HOOKS.index((hook, when))
     ending, faults = run(name, hook, when, seed)
     assert faults.raised, "the hook was never called in time"
@@ -128,7 +128,7 @@ def test_a_child_that_fails_harms_nothing(name: str, hook: str, when: str) -> No
 
 
 def _was_left_by_the_failure(line: str, name: str, faults: Faults) -> bool:
-    """Return whether a line is about the child's own books of requests that were alive when it failed."""
+    """Return whether a line is about the connector's own books of requests that were alive when it failed."""
     return line.startswith(f"{name} keeps ") and set(re.findall(r"\br\d+\b", line)) <= faults.touched
 
 
@@ -144,7 +144,11 @@ def test_a_dead_store_that_answers_slowly_is_left_alone(monkeypatch: pytest.Monk
             time.sleep(0.3)
 
     store.may_fail = slow  # type: ignore[method-assign]
-    options = {"names": ["store", "host"], "isolate": ["store"], "isolate_slow_ms": 150}  # a busy machine is not slow
+    options = {
+        "names": ["store", "host"],
+        "best_effort": ["store"],
+        "best_effort_slow_ms": 150,
+    }  # a busy machine is not slow
     engine = build("kvobs", [store, make("offloading", 1)], monkeypatch, blocks=40, kvobs=options)
     ending = live(engine, 1, requests=30)
     assert ending.faults == []

@@ -9,8 +9,8 @@ from tests.connectors.memory import BLOCK
 from tests.support.rig import forget_unused
 
 KNOWN = {
-    # A request is aborted while one child loads for it, and another one has promised to report its end: both report,
-    # vLLM frees at the first and asserts at the second.
+    # A request is aborted while one connector loads for it, and another one has promised to report its end: both
+    # report, vLLM frees at the first and asserts at the second.
     "lmcache-mp": (r"died: AssertionError:  \(step", ("stock",)),
     # On the V1 runner LMCache V1 asserts that a resumed request starts where LMCache or vLLM have it; a sibling's hit
     # is neither.
@@ -90,7 +90,7 @@ def test_a_request_whose_synchronous_load_failed_loads_again_after_a_preemption(
 
 
 @pytest.mark.parametrize("router", ["stock", "kvobs"])
-def test_vllms_own_router_is_a_child_as_any_other(router: str) -> None:
+def test_vllms_own_router_is_a_connector_as_any_other(router: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plugs = [make("simple-cpu", 1), make("offloading", 1), make("offloading+sibling", 1)]
         inner = [plug.config() for plug in plugs[:2]]

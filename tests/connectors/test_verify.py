@@ -23,7 +23,7 @@ from tests.support.rig import forget_unused
 
 LIVES = int(os.environ.get("KVOBS_LIVES", "4"))
 """Of each connector and runner; 200 are 100,000 blocks, and take half an hour."""
-SHARE = {"verify": {"share": 1.0}}
+SHARE = {"verify": {"sample_ratio": 1.0}}
 
 
 def outcomes(engine: Engine) -> dict[str, Counter[str]]:
@@ -31,17 +31,17 @@ def outcomes(engine: Engine) -> dict[str, Counter[str]]:
     counted: dict[str, Counter[str]] = {plug.name: Counter() for plug in engine.plugs}
     for worker in engine.workers:
         counts = numbers(worker._telemetry._recorders.recorder).counts
-        for child, plug in enumerate(engine.plugs):
+        for index, plug in enumerate(engine.plugs):
             for outcome in signals.VERIFIED_BLOCKS.labels["outcome"]:
-                slot = signals.place(child, signals.slot(signals.VERIFIED_BLOCKS, outcome))
+                slot = signals.word(index, signals.slot(signals.VERIFIED_BLOCKS, outcome))
                 counted[plug.name][outcome] += counts.get(slot, 0)
     return counted
 
 
-def blamed(engine: Engine, child: int) -> set[str]:
+def blamed(engine: Engine, index: int) -> set[str]:
     """Return the ranks on which a connector's blocks were wrong."""
     opened = [row for worker in engine.workers for row in numbers(worker._telemetry._recorders.recorder).opened]
-    return {row[2] for row in opened if row[:2] == [signals.CORRUPT_BLOCKS.name, child]}
+    return {row[2] for row in opened if row[:2] == [signals.CORRUPT_BLOCKS.name, index]}
 
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
@@ -158,13 +158,13 @@ def test_a_connector_that_overwrites_received_blocks_is_blamed() -> None:
 @pytest.mark.parametrize("name", ["offloading", "simple-cpu", "hf3fs"])
 def test_a_wrong_load_can_fail_and_its_tokens_are_computed(name: str, ranks: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        plug, kvobs = make(name), {"verify": {"share": 1.0, "fail": True}}
+        plug, kvobs = make(name), {"verify": {"sample_ratio": 1.0, "on_mismatch": "recompute"}}
         engine = build("kvobs", [plug], patch, blocks=70, ranks=ranks if name == "offloading" else 1, kvobs=kvobs)
         ask_twice(engine, lambda: shift(host_pages(plug, rank=len(engine.workers) - 1)))
     assert outcomes(engine)[name]["mismatch"] == 20
     assert (engine.wrong_uses, engine.is_busy) == ([], False)
     recorder = engine.connector._telemetry._recorders.recorder
-    failed = signals.place(0, signals.slot(signals.LOADS, "async", "failed"))
+    failed = signals.word(0, signals.slot(signals.LOADS, "async", "failed"))
     assert recorder.words[recorder._first + failed] == 4
 
 

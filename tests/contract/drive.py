@@ -61,29 +61,31 @@ class Recording(ScriptedConnector):
 
 
 class Engine(Rig):
-    """A rig with recording children; each call of a hook is kept, with what came back and which children got it."""
+    """A rig with recording connectors; each call of a hook is kept, with what came back and which connectors got it."""
 
     def __init__(self, *scripts: Script, **more: Any) -> None:
         place = {"kv_connector": "Recording", "kv_connector_module_path": __name__}
         connectors = [entry_of(script, **place) for script in scripts]
         super().__init__("kvobs", connectors=connectors, kvobs={"names": [script.tag for script in scripts]}, **more)
         self.calls: list[dict[str, Any]] = []
-        self.arguments: dict[str, list[tuple[Any, ...]]] = {}  # of a hook's last call, by child
+        self.arguments: dict[str, list[tuple[Any, ...]]] = {}  # of a hook's last call, by connector
         for connector in (self.connector, *self.workers):
             for name, hook in hooks().items():
                 if hook["kind"] == "method" and hasattr(connector, name):
                     setattr(connector, name, partial(self._call, name, getattr(connector, name), connector))
 
     def _call(self, name: str, plain: Any, connector: Any, *args: Any, **kwargs: Any) -> Any:
-        children = connector._connectors
-        for child in children:
-            child.recorded.clear()
+        connectors = connector._connectors
+        for sub_connector in connectors:
+            sub_connector.recorded.clear()
         answer = plain(*args, **kwargs)
         if inspect.isgenerator(answer):
             answer = list(answer)
-        recorded = [[hook for hook, _ in child.recorded] for child in children]
+        recorded = [[hook for hook, _ in sub_connector.recorded] for sub_connector in connectors]
         self.calls.append({"hook": name, "answer": _plain(answer), "recorded": recorded})
-        self.arguments[name] = [given for child in children for hook, given in child.recorded if hook == name]
+        self.arguments[name] = [
+            given for sub_connector in connectors for hook, given in sub_connector.recorded if hook == name
+        ]
         return answer
 
 
@@ -116,7 +118,7 @@ def drive() -> dict[str, Any]:
     call(rig.connector, "bind_kv_cache_manager", SimpleNamespace(block_pool=SimpleNamespace()))
     call(rig.connector, "bind_gpu_block_pool", SimpleNamespace())
 
-    # A request that is offered tokens and gets blocks for them; its end, with what a child promises.
+    # A request that is offered tokens and gets blocks for them; its end, with what a connector promises.
     received, sent = list[str](), list[str]()
 
     def step(loaded: str = "", saved: str = "") -> None:

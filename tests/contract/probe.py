@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def today(scratch: Path) -> dict[str, Any]:
-    """Report the host's hooks and its classes' surface, and how children do under kvobs in both roles."""
+    """Report the host's hooks and its classes' surface, and how connectors do under kvobs in both roles."""
     import vllm
 
     from . import drive, members, surface
@@ -53,8 +53,8 @@ def tomorrow() -> dict[str, Any]:
         return None
 
     def broadcast(self: Any, note: str) -> None:
-        for child in self._connectors:
-            getattr(child, TOMORROW)(note)
+        for connector in self._connectors:
+            getattr(connector, TOMORROW)(note)
 
     setattr(base.KVConnectorBase_V1, TOMORROW, ignored)
     setattr(multi_connector.MultiConnector, TOMORROW, broadcast)

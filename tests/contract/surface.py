@@ -44,7 +44,7 @@ def compared() -> dict[str, Any]:
                 (utils.KVOutputAggregator, aggregator.KVOutputAggregator),
             )
         },
-        "children": _report(_children()),
+        "connectors": _report(_connectors()),
         "aggregator": aggregator.obstacle(),
     }
 
@@ -112,7 +112,7 @@ class Nhd(Plain):
 KINDS = ("Plain", "Divergent", "CrossLayer", "BestEffort", "Piecewise", "Sleeper", "Hnd", "Nhd", "NoHma")
 
 
-def _children() -> Iterator[tuple[str, Answers, Answers]]:
+def _connectors() -> Iterator[tuple[str, Answers, Answers]]:
     for names in itertools.chain(itertools.product(KINDS), itertools.product(KINDS, repeat=2)):
         connectors = [
             {
@@ -128,7 +128,7 @@ def _children() -> Iterator[tuple[str, Answers, Answers]]:
 
 
 def _of_router(module: str, connectors: list[dict[str, Any]]) -> Answers:
-    """Ask one router's class and its instances of both roles everything that vLLM asks about what children can do."""
+    """Ask one router's class and its instances of both roles everything that vLLM asks about what connectors can do."""
     router = {"kv_connector": "MultiConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
     transfer = KVTransferConfig(**router, engine_id="engine", kv_connector_extra_config={"connectors": connectors})
     config = engine_config(transfer)
@@ -162,7 +162,7 @@ def _of_instance(cls: Any, config: Any, role: KVConnectorRole) -> Answers:
     connector = cls(config, role, cache_config())
     properties = [name for name, hook in members.hooks().items() if hook["kind"] == "property" and name != "role"]
     answers = {name: _answer(lambda name=name: getattr(connector, name)) for name in properties}  # type: ignore[misc]
-    answers["children"] = [type(child).__name__ for child in connector._connectors]
+    answers["connectors"] = [type(sub_connector).__name__ for sub_connector in connector._connectors]
     answers["has sub_connectors"] = getattr(connector, "sub_connectors", None) == connector._connectors
     answers["_all_support_hma"] = connector._all_support_hma
     return answers

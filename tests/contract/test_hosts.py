@@ -26,15 +26,15 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(900)]
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 LOADER_ONLY = {"get_loaded_kv_cache_group_ids", "get_external_cache_hit_sources"}
-"""Hooks about one request's load: only the child that loads it is asked."""
+"""Hooks about one request's load: only the connector that loads it is asked."""
 
 NOT_ON_CALL = {
     "has_connector_metadata": "the wrapper answers for itself",
-    "get_finished_count": "the children are asked when a load or a promise opens, not when vLLM asks",
-    "get_finished": "children with get_transfer_results get that one instead",
-    "request_finished": "children with request_finished_all_groups get that one instead",
+    "get_finished_count": "the connectors are asked when a load or a promise opens, not when vLLM asks",
+    "get_finished": "connectors with get_transfer_results get that one instead",
+    "request_finished": "connectors with request_finished_all_groups get that one instead",
 }
-"""Hooks whose call on the wrapper does not become the same call on the children, and why."""
+"""Hooks whose call on the wrapper does not become the same call on the connectors, and why."""
 
 MORE = {
     "MultiConnector": {"aggregation"},  # what kvobs's aggregator asks of the connector
@@ -74,7 +74,7 @@ def report(request: pytest.FixtureRequest, probes: dict[str, Future[Report]]) ->
 
 @pytest.fixture
 def routed(report: Report) -> Report:
-    """What became of a pair of recording children: the first loads, the second saves."""
+    """What became of a pair of recording connectors: the first loads, the second saves."""
     return part(report, "recording")
 
 
@@ -138,18 +138,18 @@ def signature(parameters: list[list[Any]]) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(n, kind[k], default=defaults[d]) for n, k, d in parameters])
 
 
-def test_every_hook_reaches_both_children(report: Report, routed: Report) -> None:
+def test_every_hook_reaches_both_connectors(report: Report, routed: Report) -> None:
     called: dict[str, list[list[str]]] = {call["hook"]: call["recorded"] for call in routed["calls"]}
     callable_hooks = {n for n, h in report["hooks"].items() if h["kind"] == "method" and n in HOOKS}
     assert not callable_hooks - set(called), "the probe drives every hook of the table"
     for hook in callable_hooks - set(NOT_ON_CALL):
         loader, saver = called[hook]
-        assert hook in loader, f"{hook} did not reach the loading child"
-        assert (hook in saver) != (hook in LOADER_ONLY), f"{hook} on the other child: recorded {saver}"
+        assert hook in loader, f"{hook} did not reach the loading connector"
+        assert (hook in saver) != (hook in LOADER_ONLY), f"{hook} on the other connector: recorded {saver}"
 
 
 def test_a_load_is_received_and_a_promised_save_reported_once_each(routed: Report) -> None:
-    """Only the child that offered is given tokens. Metadata is bound in a step, as a rig asserts, and not after it."""
+    """Only the connector that offered is given tokens. Metadata is bound in a step, not after it."""
     seen = routed["seen"]
     assert (seen["allocated"], seen["received"], seen["sent"]) == ([64, 0], ["r1"], ["r1"])
     promised, params = seen["finished"]
@@ -159,7 +159,7 @@ def test_a_load_is_received_and_a_promised_save_reported_once_each(routed: Repor
     assert not seen["still bound"]
 
 
-def test_each_child_gets_its_own_handshake_back(routed: Report) -> None:
+def test_each_connector_gets_its_own_handshake_back(routed: Report) -> None:
     assert routed["seen"]["set_xfer_handshake_metadata"] == [["Loader"], ["Saver"]]
     assert routed["seen"]["set_xfer_handshake_metadata_pp_aware"] == [["Loader"], ["Saver"]]
 
@@ -176,8 +176,8 @@ def test_numbers_are_read_from_pages_and_the_connectors_own_stats_come_the_way_t
     assert noted["log"] == {"Loader": {"n": 2 + 3}}
 
 
-def test_the_class_answers_for_its_children(report: Report, routed: Report) -> None:
-    """No child needs piecewise graphs or a layout, and all can sleep."""
+def test_the_class_answers_for_its_connectors(report: Report, routed: Report) -> None:
+    """No connector needs piecewise graphs or a layout, and all can sleep."""
     answers = routed["seen"]["class"]
     assert set(answers) == {name for name, hook in report["hooks"].items() if hook["kind"] == "classmethod"}
     assert answers["requires_piecewise_for_cudagraph"] is False
@@ -203,8 +203,8 @@ def test_the_classes_are_subclasses_of_vllms_and_have_the_same_public_members(su
 
 
 def test_connectors_of_every_kind_give_the_same_answers_through_both_routers(surface: Report) -> None:
-    assert surface["children"]["compared"] > 1000
-    assert surface["children"]["differ"] == []
+    assert surface["connectors"]["compared"] > 1000
+    assert surface["connectors"]["differ"] == []
 
 
 def test_vllms_aggregator_has_nothing_that_kvobss_would_inherit(surface: Report) -> None:
@@ -216,7 +216,7 @@ def test_the_testing_pages_example_and_a_load_on_two_ranks_run(report: Report) -
     assert part(report, "testing") == {"passed": TESTS, "statuses": [waits, waits, "FINISHED_LENGTH_CAPPED", "gone"]}
 
 
-def test_a_hook_of_tomorrow_reaches_children_and_is_named_once_in_the_log(probes: dict[str, Future[Report]]) -> None:
+def test_a_hook_of_tomorrow_reaches_connectors_and_is_named_once_in_the_log(probes: dict[str, Future[Report]]) -> None:
     """A newer vLLM has a hook more, which its own MultiConnector broadcasts: the routing of it is inherited."""
     found = probes["tomorrow"].result()
     assert found["inherited"]

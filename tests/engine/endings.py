@@ -197,7 +197,7 @@ class Scraper:
 
 def run(case: Case, router: str, model: Path, folder: Path) -> Ending:
     """Let a server under load end; ``router`` is "kvobs" or "stock"."""
-    config = multi_connector(of_tests("SteeredChild", plan=case.plan), host_memory(), names=["steered", "cpu"])
+    config = multi_connector(of_tests("SteeredConnector", plan=case.plan), host_memory(), names=["steered", "cpu"])
     config = config if router == "kvobs" else stock(config)
     env = BOTH_RANKS_ON_ONE_CORE if case.ranks > 1 else {}
     shared_before = set(os.listdir(SHARED_MEMORY))

@@ -1,4 +1,4 @@
-"""What vLLM's own MultiConnector makes of a child that fails: ``test_isolation`` shows the same with kvobs.
+"""What vLLM's own MultiConnector makes of a connector that fails: ``test_isolation`` shows the same with kvobs.
 
     python -m tests.engine.failing_on_stock [HOOK ...]
 
@@ -50,7 +50,7 @@ def run(hook: str, model: Path, folder: Path) -> str:
     """Return what became of one server."""
     folder.mkdir(parents=True)
     order = folder / "order"
-    failing = of_tests("FailingChild", "children_failing", order=str(order), failed=str(folder))
+    failing = of_tests("FailingConnector", "connectors_failing", order=str(order), failed=str(folder))
     config = stock(multi_connector(failing, host_memory(), names=[]))
     config["kv_load_failure_policy"] = "recompute"
     with serve(model, folder, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:

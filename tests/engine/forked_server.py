@@ -66,7 +66,7 @@ class Template:
         request = Request(args, dict(env), os.getcwd(), sorted(os.sched_getaffinity(0)), os.getpid())
         prctl = ctypes.CDLL(None).prctl
         with self._lock:
-            prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans among our descendants become our children
+            prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans among our descendants become our connectors
             try:
                 socket.send_fds(self._channel, [request.datagram()], [log.fileno()])
                 answer = self._channel.recv(1 << 16)

@@ -1,4 +1,4 @@
-"""Servers with a child that counts, a load whose numbers are known, and what /metrics must say of it."""
+"""Servers with a connector that counts, a load whose numbers are known, and what /metrics must say of it."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,18 +12,18 @@ from tests.engine.serving import TOKENS, of_tests, prompt
 from tests.support.promtool import promtool
 
 BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4  # keys and values in float32, over all ranks
-SERIES_AT_MOST = 1700  # of one engine with two children
+SERIES_AT_MOST = 1700  # of one engine with two connectors
 ASYNC: dict[str, Any] = {"offer": 64, "async": True}
 SYNC: dict[str, Any] = {"offer": 64}
 
 
-def counting_child(folder: Path) -> dict[str, Any]:
+def counting_entry(folder: Path) -> dict[str, Any]:
     (folder / "counts").mkdir(parents=True, exist_ok=True)
-    return of_tests("CountingChild", counts=str(folder / "counts"), journal=str(folder / "journal"))
+    return of_tests("CountingConnector", counts=str(folder / "counts"), journal=str(folder / "journal"))
 
 
-def configuration(*children: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    config = multi_connector(*children, names=names)
+def configuration(*connectors: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    config = multi_connector(*connectors, names=names)
     config["kv_connector_extra_config"]["kvobs"] |= {"slow_call_ms": 400, "stuck_after_s": 1.5}
     return {**config, "kv_load_failure_policy": "recompute"}
 
@@ -45,7 +45,7 @@ def ask_in_turn(server: Server, requests: int, engine: str = "0", about: str = "
 
 
 def assert_counted_in_turn(grown: Growth, requests: int) -> None:
-    """Check what `ask_in_turn` makes grow, on readings about the steered child of one engine."""
+    """Check what `ask_in_turn` makes grow, on readings about the steered connector of one engine."""
     each = requests // 4
     assert grown.reaches(requests, "kvobs_lookups_total")
     assert grown.reaches(each, "kvobs_save_hold_seconds_count")
@@ -64,12 +64,12 @@ def assert_counted_in_turn(grown: Growth, requests: int) -> None:
     assert grown("kvobs_saves_total", outcome="ok") == each
     assert grown("kvobs_save_hold_seconds_count") == each
     assert grown("kvobs_call_duration_seconds_count", hook="on_new_request") == requests
-    # One of the two for all children, as vLLM has it: it depends on whether every one supports several cache groups.
+    # One of the two for all connectors, as vLLM has it: it depends on whether every one supports several cache groups.
     finished = ("request_finished", "request_finished_all_groups")
     assert sum(grown("kvobs_call_duration_seconds_count", hook=hook) for hook in finished) == requests
     # vLLM calls it a second time once an async load is in.
     assert grown("kvobs_call_duration_seconds_count", hook="update_state_after_alloc") == requests + each
-    for nothing in ("stray_reports", "failed_sync_loads", "recomputed_tokens", "unused_hit_tokens", "slow_calls"):
+    for nothing in ("unexpected_reports", "failed_sync_loads", "recomputed_tokens", "unused_hit_tokens", "slow_calls"):
         assert grown(f"kvobs_{nothing}_total") == 0, nothing
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvobs.demo.run import child, multi_connector
+from kvobs.demo.run import entry, multi_connector
 from kvobs.demo.server import Completion, Server, claim_port, cores
 from tests.engine.serving import TOKENS, serve
 
 # NIXL's own four threads spin too, and so do all other transports of UCX: on two cores handshakes then take seconds.
-NIXL = {**child("NixlConnector", num_threads=0), "kv_buffer_device": "cpu"}
+NIXL = {**entry("NixlConnector", num_threads=0), "kv_buffer_device": "cpu"}
 LOOPBACK_ONLY = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 
 UNKNOWN = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))

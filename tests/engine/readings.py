@@ -1,4 +1,4 @@
-"""Readings of a server's /metrics, and what a child that counts for itself says about the same calls."""
+"""Readings of a server's /metrics, and what a connector that counts for itself says about the same calls."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ from prometheus_client.samples import Sample
 from kvobs.demo.server import Server
 from kvobs.export.totals import FRESH_S
 from kvobs.schema.signals import hook_label
-from tests.engine.children_counting import EXPORTED, calls_counted
+from tests.engine.connectors_counting import EXPORTED, calls_counted
 from tests.engine.serving import eventually
 
 IDLE_S = 1.0
@@ -65,7 +65,7 @@ def calls_shown(server: Server, connector: str, engine: str = "0") -> Counter[st
 
 
 def calls_made(counts: Path, engine: str = "0", since: float = 0.0) -> Counter[str]:
-    """Return the calls that a ``CountingChild`` has counted itself, by the label of the hook."""
+    """Return the calls that a ``CountingConnector`` has counted itself, by the label of the hook."""
     made: Counter[str] = Counter()
     for (_, hook), n in calls_counted(counts, engine, since).items():
         made[hook_label(hook)] += n
@@ -75,9 +75,9 @@ def calls_made(counts: Path, engine: str = "0", since: float = 0.0) -> Counter[s
 def assert_every_call_is_counted(
     server: Server, counts: Path, connector: str, ranks: int, engine: str = "0", *, has_stats: bool = True
 ) -> None:
-    """Compare kvobs's counts of the calls into a ``CountingChild`` with the child's own, since the server's start.
+    """Compare kvobs's counts of the calls into a ``CountingConnector`` with its own, since the server's start.
 
-    Nothing is in progress: they are equal, without another step. ``has_stats``: vLLM shows the child's own metrics.
+    Nothing is in progress: they are equal, without another step. ``has_stats``: vLLM shows the connector's own metrics.
     """
     who = {"scheduler", *(f"worker{rank}" for rank in range(ranks))}
     assert {process for process, _ in calls_counted(counts, engine)} == who
@@ -91,10 +91,10 @@ def assert_every_call_is_counted(
     assert eventually(are_equal, 20), {hook: (ours[hook], theirs[hook]) for hook in ours.keys() | theirs.keys()}
     if not has_stats:
         return
-    exported = {  # by the child itself, in its own metrics
+    exported = {  # by the connector itself, in its own metrics
         s.labels["call"]: s.value
         for s in server.metrics()
-        if s.name == "vllm:stats_child_calls_total"
+        if s.name == "vllm:stats_connector_calls_total"
         and (s.labels["connector"], s.labels["engine"]) == (connector, engine)
     }
     for (process, hook), n in calls_counted(counts, engine).items():
@@ -105,9 +105,9 @@ def assert_every_call_is_counted(
 def assert_each_scrape_is_right(
     server: Server, counts: Path, connector: str, busy: Callable[[], object], in_progress: int
 ) -> int:
-    """Compare each scrape while a server is ``busy`` with what the child counts before and after it; return how many.
+    """Compare each scrape while a server is ``busy`` with the connector's counts before and after it; return how many.
 
-    The child counts a call when it begins, kvobs when it ends: so many of a hook may be ``in_progress``.
+    The connector counts a call when it begins, kvobs when it ends: so many of a hook may be ``in_progress``.
     """
     scrapes = 0
     with ThreadPoolExecutor(1) as pool:
@@ -129,7 +129,7 @@ def assert_each_scrape_is_right(
 
 
 def assert_right_while_a_call_hangs(server: Server, counts: Path, connector: str, hook: str) -> None:
-    """Compare what /metrics shows with the child's own counts, while a call of this hook is in progress."""
+    """Compare what /metrics shows with the connector's own counts, while a call of this hook is in progress."""
 
     def hangs() -> bool:
         samples = [s for s in server.metrics() if s.name == "kvobs_call_in_progress_seconds"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.model import NAME
-from kvobs.demo.run import child, on_one_core
+from kvobs.demo.run import entry, on_one_core
 from kvobs.demo.server import HOST, Server, cores, group_members
 from kvobs.vllm_api.proc import stat
 from tests.engine.forked_server import ForkedServer
@@ -82,8 +82,8 @@ def stock(config: dict[str, Any]) -> dict[str, Any]:
     return rest | {"kv_connector_extra_config": extra}
 
 
-def of_tests(cls: str, module: str = "children", **extra: Any) -> dict[str, Any]:
-    return {**child(cls, **extra), "kv_connector_module_path": f"tests.engine.{module}"}
+def of_tests(cls: str, module: str = "connectors", **extra: Any) -> dict[str, Any]:
+    return {**entry(cls, **extra), "kv_connector_module_path": f"tests.engine.{module}"}
 
 
 def total(server: Server, metric: str, **labels: str) -> float:

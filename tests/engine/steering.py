@@ -1,9 +1,9 @@
-"""What a request may order a ``SteeredChild`` to do, and when the child's workers report it.
+"""What a request may order a ``SteeredConnector`` to do, and when the connector's workers report it.
 
-A request carries ``{"steer": {TAG: PLAN}}`` in its ``kv_transfer_params``, TAG being the child's ``tag`` option. Keys
-of PLAN, all optional, laid over the child's ``plan`` option:
+A request carries ``{"steer": {TAG: PLAN}}`` in its ``kv_transfer_params``, TAG being the connector's ``tag`` option.
+Keys of PLAN, all optional, laid over the connector's ``plan`` option:
 
-    offer        tokens offered on lookup: a number, or "stored" for what this child has saved of the prompt
+    offer        tokens offered on lookup: a number, or "stored" for what this connector has saved of the prompt
     async        true: the load ends between steps; false: before the step's forward
     offers       loads offered per request at most (1), so that a failed load is not retried for ever
     not_yet      lookups answered "not yet" before the first answer
@@ -34,7 +34,7 @@ Delay = float | Mapping[str, float]
 
 @dataclass(frozen=True)
 class Plan:
-    """One request's orders to one child; see the module's docstring for the keys."""
+    """One request's orders to one connector; see the module's docstring for the keys."""
 
     offer: int | str = 0
     is_async: bool = False
@@ -60,7 +60,7 @@ class Plan:
 
 
 def plan_for(tag: str, defaults: Mapping[str, Any], params: Any) -> Plan:
-    """Return the orders of a request with these ``kv_transfer_params`` to the child called ``tag``."""
+    """Return the orders of a request with these ``kv_transfer_params`` to the connector called ``tag``."""
     steer = params.get("steer", {}) if isinstance(params, Mapping) else {}
     orders = {**defaults, **steer.get(tag, {})}
     plan = Plan(**{"is_async" if key == "async" else key: value for key, value in orders.items()})

@@ -157,7 +157,7 @@ def test_with_the_exporter_its_numbers_are_those_that_vllm_counts() -> None:
         assert row["tokens loaded"] == ours.total(signals.LOAD_TOKENS, connector=name) > 0
     assert ours.total(signals.LOAD_TOKENS) == theirs.sum(PROMPT_TOKENS, source="external_kv_transfer")
     assert "Trace of the slowest load" in output
-    assert [child["connector"] for child in shown_by_top["connectors"]] == ["cpu", "disk"]
+    assert [connector["connector"] for connector in shown_by_top["connectors"]] == ["cpu", "disk"]
     assert (shown_by_top["model"], shown_by_top["internal_errors"]) == ("tiny", 0)
 
 

@@ -1,4 +1,4 @@
-"""Each fault of the demo, on a real server: serving goes on, and top, metrics and trace name the child or the rank."""
+"""Each fault of the demo, on a real server: serving continues; top, metrics, trace name the connector or rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ def _as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvobs.demo.run.Server", ForkedServer)
 
 
-def test_a_slow_child_is_named() -> None:
+def test_a_slow_connector_is_named() -> None:
     rows, seen = run("slow-connector")
     assert rows["cpu"].loads
     assert (rows["cpu"].load_mean_s or 0) > SLOW_S > (rows["disk"].load_mean_s or 0)
@@ -85,7 +85,7 @@ def test_a_slow_child_is_named() -> None:
     assert 'kvobs_load_duration_seconds{connector="cpu", mode="async"}' in seen.printed.getvalue()
 
 
-def test_a_failing_child_is_named_and_left_out_while_the_other_one_serves() -> None:
+def test_a_failing_connector_is_named_and_left_out_while_the_other_one_serves() -> None:
     rows, seen = run("failing-connector")
     assert not rows["cpu"].loads
     assert rows["cpu"].failed_loads

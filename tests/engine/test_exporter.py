@@ -30,7 +30,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def server(model: Path, folder: Path) -> Iterator[Any]:
-    config = metered.configuration(metered.counting_child(folder), host_memory(), names=["steered", "cpu"])
+    config = metered.configuration(metered.counting_entry(folder), host_memory(), names=["steered", "cpu"])
     config, port = with_exporter(config)
     env = BOTH_RANKS_ON_ONE_CORE
     with serve(model, folder, config, tensor_parallel=2, timeout=360, env=env, launch=SPAWNING) as server:
@@ -105,7 +105,7 @@ def test_after_kill_9_of_the_engine_the_last_numbers_are_served_and_then_it_ends
 
 def test_several_api_servers_have_one_exporter_with_spans_and_exemplars(model: Path, tmp_path: Path) -> None:
     config, port = with_exporter(
-        metered.configuration(metered.counting_child(tmp_path), host_memory(), names=["steered", "cpu"])
+        metered.configuration(metered.counting_entry(tmp_path), host_memory(), names=["steered", "cpu"])
     )
     with Collector() as collector:
         args = ("--api-server-count", "2", "--otlp-traces-endpoint", collector.endpoint)

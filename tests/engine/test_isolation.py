@@ -1,4 +1,4 @@
-"""Best-effort children that fail in each of their hooks in turn, under load: every answer is there, and the same."""
+"""Best-effort connectors that fail in each of their hooks in turn, under load: every answer is there, and the same."""
 
 import re
 import threading
@@ -13,7 +13,7 @@ import pytest
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import Server
 from kvobs.vllm_api.hooks import HOOKS, Side
-from tests.engine.children_failing import FAILING
+from tests.engine.connectors_failing import FAILING
 from tests.engine.metered import assert_promtool_finds_no_fault, configuration
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, of_tests, prompt, serve, total
 
@@ -24,22 +24,22 @@ NEVER_CALLED = {"get_finished", "finish_forward", "register_finished_partial_tai
 PROMPTS = [prompt("isolated", i) for i in range(2 * len(NAMES))]
 
 
-def failing_child(name: str, folder: Path) -> dict[str, Any]:
+def failing_entry(name: str, folder: Path) -> dict[str, Any]:
     (folder / f"{name}.failed").mkdir()
     options = {"order": str(folder / name), "failed": str(folder / f"{name}.failed")}
-    return of_tests("FailingChild", "children_failing", tag=name, **options)
+    return of_tests("FailingConnector", "connectors_failing", tag=name, **options)
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, folder: Path) -> Iterator[Server]:
-    config = configuration(*(failing_child(name, folder) for name in NAMES), host_memory(), names=[*NAMES, "cpu"])
-    config["kv_connector_extra_config"]["kvobs"] |= {"isolate": list(NAMES)}
+    config = configuration(*(failing_entry(name, folder) for name in NAMES), host_memory(), names=[*NAMES, "cpu"])
+    config["kv_connector_extra_config"]["kvobs"] |= {"best_effort": list(NAMES)}
     with serve(model, folder, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
         yield server
 
 
 def ask_all(server: Server) -> list[tuple[int, ...]]:
-    """Ask for every prompt: each child loads two of them."""
+    """Ask for every prompt: each connector loads two of them."""
 
     def ask(i: int) -> tuple[int, ...]:
         plan = {"offer": "stored", "async": True, "load_ms": 10}
@@ -54,7 +54,7 @@ def those_out(server: Server) -> set[str]:
 
 
 class Watch:
-    """Reads /metrics all the time, in a thread, and notes which children were out; a back-off lasts a second only."""
+    """Reads /metrics all the time, in a thread, and notes which connectors were out; a back-off lasts a second only."""
 
     def __init__(self, server: Server, failed: Callable[[], set[str]]) -> None:
         self.seen: set[str] = set()
@@ -87,7 +87,7 @@ def keep_busy(server: Server) -> None:
 
 
 def test_every_hook_in_turn(server: Server, folder: Path) -> None:
-    """Five children at a time; half of the worker's hooks fail on one of the two ranks only."""
+    """Five connectors at a time; half of the worker's hooks fail on one of the two ranks only."""
     expected = ask_all(server)
     log = folder / "server.log"
     turns = [FAILING[i : i + len(NAMES)] for i in range(0, len(FAILING), len(NAMES))]
@@ -126,5 +126,5 @@ def test_every_hook_in_turn(server: Server, folder: Path) -> None:
 
 
 def changes(log: Path, name: str) -> list[str]:
-    """Return the log's words for each begin and each end of a child's quarantine, and of its probation."""
+    """Return the log's words for each begin and each end of a connector's quarantine, and of its probation."""
     return re.findall(rf"connector '{name}'.* (in quarantine|left quarantine|left probation)", log.read_text())

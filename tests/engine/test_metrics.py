@@ -1,4 +1,4 @@
-"""Metrics of a real server with two ranks, against the orders given, a child's own counts and vLLM's own metrics."""
+"""Metrics of a real server with two ranks, against the orders given, a connector's counts and vLLM's own metrics."""
 
 import json
 import re
@@ -29,7 +29,7 @@ HANGS_MS = 8_000
 
 @pytest.fixture(scope="module")
 def server(model: Path, folder: Path) -> Iterator[Server]:
-    config = metered.configuration(metered.counting_child(folder), host_memory(), names=["steered", "cpu"])
+    config = metered.configuration(metered.counting_entry(folder), host_memory(), names=["steered", "cpu"])
     with serve(model, folder, config, tensor_parallel=2, timeout=360, env=serving.BOTH_RANKS_ON_ONE_CORE) as server:
         metered.ask(server, prompt("warm"))
         yield server
@@ -63,7 +63,7 @@ def test_a_sync_load_stalls_its_step(server: Server) -> None:
     assert grown("kvobs_load_bytes_total") == 64 * metered.BYTES_PER_TOKEN
 
 
-def test_loads_of_a_real_child_are_those_it_counts_itself(server: Server) -> None:
+def test_loads_of_a_real_connector_are_those_it_counts_itself(server: Server) -> None:
     texts = [prompt("cpu", i) for i in range(12)]
     stored = sum(len(text) // 32 * 32 for text in texts)
     computed = ask_all(server, texts)
@@ -114,7 +114,7 @@ def test_configuration_and_versions_are_metrics(server: Server) -> None:
     about = ("index", "class", "role", "load_policy", "failure_policy")
     noted = {name: [s.labels[k] for k in about] for name, s in infos.items()}
     assert noted == {
-        "steered": ["0", "CountingChild", "kv_both", "first", "recompute"],
+        "steered": ["0", "CountingConnector", "kv_both", "first", "recompute"],
         "cpu": ["1", "OffloadingConnector", "kv_both", "first", "recompute"],
     }
     assert {s.value for s in infos.values()} == {1}
@@ -122,7 +122,7 @@ def test_configuration_and_versions_are_metrics(server: Server) -> None:
     assert (build.value, build.labels["version"]) == (1, kvobs.__version__)
     assert build.labels["vllm_version"].startswith("0.32")
     assert total(server, "kvobs_internal_errors_total") == 0
-    assert total(server, "kvobs_self_seconds_total", where="record") > 0
+    assert total(server, "kvobs_overhead_seconds_total", stage="record") > 0
 
 
 def test_no_label_holds_an_id_and_there_are_not_too_many_series(server: Server, folder: Path) -> None:

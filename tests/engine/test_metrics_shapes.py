@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("_default_port")]
 def test_with_two_api_servers_an_exporter_has_the_numbers(model: Path, tmp_path: Path) -> None:
     """The engine starts it: each of them shows files of prometheus_client only."""
     config = metered.configuration(
-        metered.counting_child(tmp_path), host_memory(), files(tmp_path / "disk"), names=["steered", "cpu", "disk"]
+        metered.counting_entry(tmp_path), host_memory(), files(tmp_path / "disk"), names=["steered", "cpu", "disk"]
     )
     texts = [text + "." if len(text) % 32 == 1 else text for text in (prompt("file", i) for i in range(10))]
     with serve(model, tmp_path, config, "--api-server-count", "2", timeout=360) as plain:
@@ -52,7 +52,7 @@ def test_with_two_api_servers_an_exporter_has_the_numbers(model: Path, tmp_path:
 @pytest.mark.parametrize("api_servers", [1, 2])
 def test_data_parallel_engines_have_series_of_their_own(model: Path, tmp_path: Path, api_servers: int) -> None:
     """By default there are as many API servers as engines, and the engine starts one exporter of both."""
-    config = metered.configuration(metered.counting_child(tmp_path), host_memory(), names=["steered", "cpu"])
+    config = metered.configuration(metered.counting_entry(tmp_path), host_memory(), names=["steered", "cpu"])
     args = ("--data-parallel-size", "2", *(("--api-server-count", "1") if api_servers == 1 else ()))
     with serve(model, tmp_path, config, *args, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as plain:
         server = plain if api_servers == 1 else by_itself(plain)
@@ -79,7 +79,7 @@ def top(port: int) -> dict[str, Any]:
 
 
 def test_a_server_without_stats_has_metrics_at_an_exporter(model: Path, tmp_path: Path) -> None:
-    config = metered.configuration(metered.counting_child(tmp_path), host_memory(), names=["steered", "cpu"])
+    config = metered.configuration(metered.counting_entry(tmp_path), host_memory(), names=["steered", "cpu"])
     # Spawned: the port is on its command line.
     with serve(model, tmp_path, config, "--disable-log-stats", launch=SPAWNING) as plain:
         seen = top(plain.port)  # of an engine whose exporter has not started yet

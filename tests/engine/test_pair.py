@@ -17,7 +17,7 @@ from tests.engine.serving import TOKENS, eventually, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-BUFFERED = {**NIXL, "kv_connector": "HostBufferedNixl", "kv_connector_module_path": "tests.engine.children_nixl"}
+BUFFERED = {**NIXL, "kv_connector": "HostBufferedNixl", "kv_connector_module_path": "tests.engine.connectors_nixl"}
 BYTES_PER_BLOCK = 32 * BYTES_PER_TOKEN
 OF_PREFILL, OF_DECODE = ({"traceparent": f"00-{trace * 16}-{'cd' * 8}-01"} for trace in ("aa", "bb"))
 

@@ -23,8 +23,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, log: Path) -> Iterator[Server]:
-    config = multi_connector(of_tests("SteeredChild"), host_memory(), names=["steered", "cpu"])
-    config["kv_connector_extra_config"]["kvobs"] |= {"report": True, "request_log": str(log)}
+    config = multi_connector(of_tests("SteeredConnector"), host_memory(), names=["steered", "cpu"])
+    config["kv_connector_extra_config"]["kvobs"] |= {"request_report": True, "request_log": str(log)}
     config["kv_load_failure_policy"] = "recompute"
     with serve(model, log.parent, config) as server:
         server.complete(prompt("warm"), TOKENS)

@@ -10,7 +10,7 @@ import pytest
 
 from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.demo.server import Server, ServerError
-from tests.engine.metered import counting_child
+from tests.engine.metered import counting_entry
 from tests.engine.serving import (
     BOTH_RANKS_ON_ONE_CORE,
     TOKENS,
@@ -40,10 +40,10 @@ def abort_some(server: Server, prompts: list[str]) -> None:
 
 
 def run_plan(server: Server) -> dict[str, tuple[int, ...]]:
-    """Send a few hundred requests: fresh prompts, hits from both children, aborts; return the answers by prompt.
+    """Send a few hundred requests: fresh prompts, hits from both connectors, aborts; return the answers by prompt.
 
-    Which child serves is decided by what is emptied: vLLM's own cache before each round; with the connectors' caches
-    only the file child, which has no such hook, still knows the prompts.
+    Which connector serves is decided by what is emptied: vLLM's own cache before each round; with the connectors'
+    caches only the file connector, which has no such hook, still knows the prompts.
     """
     answers: dict[str, tuple[int, ...]] = {}
     rounds = (([0, 1, 2, 3], False), ([4, 5, 6, 7], False), ([0, 1, 2, 3], True), ([4, 5, 6, 7], False))
@@ -59,7 +59,7 @@ def run_plan(server: Server) -> dict[str, tuple[int, ...]]:
 
 
 def test_answers_are_those_of_stock_and_of_no_connector_token_for_token(model: Path, tmp_path: Path) -> None:
-    """Greedy, float32, 240 answered requests and 96 aborts at concurrency 8, hits from both children."""
+    """Greedy, float32, 240 answered requests and 96 aborts at concurrency 8, hits from both connectors."""
     config = multi_connector(host_memory(), files(tmp_path / "kvobs"), names=["cpu", "disk"])
     with serve(model, tmp_path, None) as server:
         expected = run_plan(server)
@@ -68,7 +68,7 @@ def test_answers_are_those_of_stock_and_of_no_connector_token_for_token(model: P
     with serve(model, tmp_path, config) as server:
         by_kvobs = run_plan(server)
         loaded = {name: total(server, "kvobs_load_tokens_total", connector=name) for name in ("cpu", "disk")}
-        assert total(server, "kvobs_stray_reports_total") == 0
+        assert total(server, "kvobs_unexpected_reports_total") == 0
         assert eventually(lambda: total(server, "vllm:num_requests_running") == 0)
         generated = total(server, "vllm:generation_tokens_total")
         assert generated < 240 * TOKENS + 96 * 1500 / 4, "long answers were not cut short"
@@ -78,10 +78,10 @@ def test_answers_are_those_of_stock_and_of_no_connector_token_for_token(model: P
     assert min(loaded.values()) > 1000, loaded
 
 
-def test_children_that_end_stock_live_side_by_side_with_series_of_their_own(model: Path, tmp_path: Path) -> None:
-    """A child by module path that returns stats, one with stats and no metrics, and two OffloadingConnectors."""
-    children = (counting_child(tmp_path), of_tests("SilentStatsChild", counts=str(tmp_path)))
-    config = multi_connector(host_memory(), host_memory(), *children, names=["near", "far"])
+def test_connectors_that_end_stock_live_side_by_side_with_series_of_their_own(model: Path, tmp_path: Path) -> None:
+    """A connector by module path that returns stats, one with stats and no metrics, and two OffloadingConnectors."""
+    entries = (counting_entry(tmp_path), of_tests("SilentStatsConnector", counts=str(tmp_path)))
+    config = multi_connector(host_memory(), host_memory(), *entries, names=["near", "far"])
     with serve(model, tmp_path, config) as server:
         ask_all(server, [prompt("stats", i) for i in range(20)])
         assert hit(server) > 0
@@ -90,16 +90,16 @@ def test_children_that_end_stock_live_side_by_side_with_series_of_their_own(mode
         assert total(server, "vllm:kv_offload_load_bytes_total", connector="near") > 0
         assert total(server, "vllm:kv_offload_load_bytes_total", connector="far") == 0
         call = "scheduler.request_finished_all_groups"
-        assert total(server, "vllm:stats_child_calls_total", connector="CountingChild", call=call) == 22
+        assert total(server, "vllm:stats_connector_calls_total", connector="CountingConnector", call=call) == 22
         connectors = {s.labels["connector"] for s in server.metrics() if s.name == "kvobs_lookups_total"}
-        assert connectors == {"near", "far", "CountingChild", "SilentStatsChild"}
+        assert connectors == {"near", "far", "CountingConnector", "SilentStatsConnector"}
 
 
-def test_reports_of_two_ranks_are_counted_as_each_child_states_them(model: Path, tmp_path: Path) -> None:
+def test_reports_of_two_ranks_are_counted_as_each_connector_states_them(model: Path, tmp_path: Path) -> None:
     """Tensor parallel 2. W11: saves reported on rank 0 only. W20: an abort during a load beside a promised save."""
     config = multi_connector(
-        of_tests("SteeredChild", tag="loader"),
-        of_tests("SteeredChild", tag="saver", finished_count=1),
+        of_tests("SteeredConnector", tag="loader"),
+        of_tests("SteeredConnector", tag="saver", finished_count=1),
         host_memory(),
         names=["loader", "saver", "cpu"],
     )
@@ -141,7 +141,7 @@ def test_reports_of_two_ranks_are_counted_as_each_child_states_them(model: Path,
         assert eventually(lambda: total(server, "kvobs_loads_total", connector="loader", outcome="ok") == 1)
         lies = {"stray": "load", "stray_ms": 0}
         assert ask(prompt("lie"), saver=lies, loader={"offer": 0})
-        assert eventually(lambda: total(server, "kvobs_stray_reports_total", connector="saver", kind="load") > 0)
+        assert eventually(lambda: total(server, "kvobs_unexpected_reports_total", connector="saver", kind="load") > 0)
         assert ask(text) == expected
 
 

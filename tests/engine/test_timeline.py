@@ -40,7 +40,10 @@ def test_a_killed_server_leaves_the_last_calls(
     model: Path, tmp_path: Path, linked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, kvobs raises its own faults on
-    config, trace = multi_connector(of_tests("SteeredChild"), host_memory(), names=["steered", "cpu"]), tmp_path / "t"
+    config, trace = (
+        multi_connector(of_tests("SteeredConnector"), host_memory(), names=["steered", "cpu"]),
+        tmp_path / "t",
+    )
     with serve(model, tmp_path, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
         assert server.process is not None
         for pid in group_members(server.process.pid):

@@ -15,7 +15,7 @@ from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import HOST, Server
 from tests.engine import serving
-from tests.engine.children import SPAN as OF_CHILD
+from tests.engine.connectors import SPAN as OF_CHILD
 from tests.engine.metered import ASYNC, SYNC, configuration
 from tests.engine.prometheus import scraping
 from tests.engine.readings import Growth
@@ -37,9 +37,9 @@ def sampled(share: float) -> dict[str, str]:
     return {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": str(share)}
 
 
-def traced(child: str, **tracing: Any) -> dict[str, Any]:
+def traced(connector: str, **tracing: Any) -> dict[str, Any]:
     """Return a configuration in which only what the tests slow down is slow, however busy the machine is."""
-    config = configuration(of_tests(child, access_key=SECRET), host_memory(), names=["steered", "cpu"])
+    config = configuration(of_tests(connector, access_key=SECRET), host_memory(), names=["steered", "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"slow_call_ms": 2000, "slow_load_ms": 5000, "tracing": tracing}
     return config
 
@@ -90,7 +90,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Col
     env["OTEL_BSP_SCHEDULE_DELAY"] = "500"  # vLLM's own exporters would take 5 s
     folder = tmp_path_factory.mktemp("traced")
     with serve(
-        model, folder, traced("TracingChild", propagate=True), *args, tensor_parallel=2, timeout=360, env=env
+        model, folder, traced("TracingConnector", propagate=True), *args, tensor_parallel=2, timeout=360, env=env
     ) as server:
         ask(server, prompt("warm"), headers=traceparent("00"))
         yield server
@@ -227,7 +227,7 @@ def test_nothing_of_prompts_headers_params_or_configurations_gets_out(server: Se
     assert arrived(collector, traces[3], "kv.save steered", "kv.save.rank")
     assert named(arrived(collector, traces[2], "kv.load steered"), "kv.load steered")
     log = server.log.read_text()
-    assert "kvobs_stray_reports_total" in log
+    assert "kvobs_unexpected_reports_total" in log
     assert server.scratch is not None
     files = [path.read_bytes() for path in server.scratch.rglob("*") if path.is_file()]
     out = {

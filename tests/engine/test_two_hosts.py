@@ -25,7 +25,7 @@ OF_THE_FIRST_HOST = {f"kvobs_{name}_total" for name in ("lookups", "loads", "off
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TwoHosts, Collector, Path]]:
     folder = tmp_path_factory.mktemp("hosts")
-    config = metered.configuration(metered.counting_child(folder), host_memory(), names=["steered", "cpu"])
+    config = metered.configuration(metered.counting_entry(folder), host_memory(), names=["steered", "cpu"])
     with Collector() as collector:
         spans = ("--otlp-traces-endpoint", collector.endpoint)
         with on_two_hosts(model, folder, config, *spans, **collector.env) as hosts:

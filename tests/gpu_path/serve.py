@@ -29,7 +29,7 @@ from vllm.v1.request import RequestStatus
 from kvobs.demo.run import multi_connector
 from kvobs.demo.server import parse_metrics
 from kvobs.schema.signals import VERIFIED_BLOCKS
-from tests.connectors.engine import children_of
+from tests.connectors.engine import connectors_of
 from tests.engine.serving import stock
 from tests.gpu_path.cells import Cell, Found
 from tests.gpu_path.environment import COUNTS, Counted, counted
@@ -77,8 +77,8 @@ class Engine:
         self.core = core.engine_core
         self.scheduler = self.core.scheduler
         self.worker = get_kv_transfer_group() if has_kv_transfer_group() else None
-        for attribute, owner in (("child", self.scheduler.connector), ("workers", self.worker)):
-            sides = children_of(owner) if cell.router in ("stock", "kvobs") else [owner]
+        for attribute, owner in (("on_scheduler", self.scheduler.connector), ("workers", self.worker)):
+            sides = connectors_of(owner) if cell.router in ("stock", "kvobs") else [owner]
             for plug, side in zip(self.plugs, sides, strict=False):
                 setattr(plug, attribute, {0: side} if attribute == "workers" else side)
         runner = self.core.model_executor.driver_worker.worker.model_runner
@@ -91,8 +91,8 @@ class Engine:
         entries = [plug.config() for plug in self.plugs]
         config = multi_connector(*entries, names=self.cell.stores)
         if self.cell.extra == "isolate":
-            config["kv_connector_extra_config"]["kvobs"]["isolate"] = list(self.cell.stores)
-        config["kv_connector_extra_config"]["kvobs"]["verify"] = {"share": 1.0}
+            config["kv_connector_extra_config"]["kvobs"]["best_effort"] = list(self.cell.stores)
+        config["kv_connector_extra_config"]["kvobs"]["verify"] = {"sample_ratio": 1.0}
         config = {"alone": entries[0], "stock": stock(config), "kvobs": config}[self.cell.router]
         return {**config, "kv_load_failure_policy": "recompute"}
 

@@ -13,7 +13,7 @@ from tests.engine.serving import of_tests, prompt
 
 def faulty(folder: Path, rank: int) -> dict[str, Any]:
     """Return the connector `remote`, which has a fault on this rank once there is a file `trigger`."""
-    remote = of_tests("FaultyChild", trigger=str(folder / "trigger"), rank=rank)
+    remote = of_tests("FaultyConnector", trigger=str(folder / "trigger"), rank=rank)
     return remote | {"kv_connector_module_path": "tests.incidents.faulty"}
 
 

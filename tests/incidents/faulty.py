@@ -10,11 +10,11 @@ from typing import Any
 from vllm.v1.kv_offload import base
 
 from kvobs.demo.host_offload import HostOffloadingSpec, ShiftingWorker
-from tests.engine.children_stats import IdleChild
+from tests.engine.connectors_stats import IdleConnector
 from tests.support.watched import FAULTS
 
 
-class FaultyChild(IdleChild):
+class FaultyConnector(IdleConnector):
     """Takes part in everything and does nothing but its fault."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

@@ -48,7 +48,7 @@ class Incident:
     each_s: int = 0
     """A request each so many seconds; 0: of several clients."""
     fault: tuple[str, str, int | None] | None = None
-    """Of a ``FaultyChild``: hook, fault, and rank; None: a call of the scheduler."""
+    """Of a ``FaultyConnector``: hook, fault, and rank; None: a call of the scheduler."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,9 @@ NO_RANK = _waits("a load that no rank reports", "load", f"{OPEN}rank 0", "KvobsL
 NOT_YET = _waits("'not yet' for ever", "lookup", f"{OPEN}the connector's answer", "KvobsLookupUnanswered")
 FEW_FAILING = replace(FAILING, title="all loads fail, 12 an hour", each_s=5, looked_at_s=16, pace=3600 // 12 // 5)
 """Three of them on the engine."""
-NOT_RESUMED = _waits("a loaded request is not resumed", "resume", f"{OPEN}vLLM's scheduler", "KvobsRequestsNotResumed")
+NOT_RESUMED = _waits(
+    "a loaded request is not resumed", "awaiting_schedule", f"{OPEN}vLLM's scheduler", "KvobsRequestsNotResumed"
+)
 LONG_MS = 25_000
 """For ever, as far as anybody looks; then it ends, so that what comes next is seen alone."""
 ORDERS: dict[Incident, dict[str, Any]] = {
@@ -180,7 +182,7 @@ ORDERS: dict[Incident, dict[str, Any]] = {
     ONE_RANK: {**LOADS, "load_ms": {"0": 20, "1": LONG_MS}},
     SYNC: {"offer": 64, "fail": "blocks"},
 }
-"""Of a ``SteeredChild`` on two ranks, one after the other."""
+"""Of a ``SteeredConnector`` on two ranks, one after the other."""
 AFTER_A_RESTART: dict[Incident, dict[str, Any]] = {
     FEW_FAILING: ORDERS[FAILING],
     NO_RANK: {**LOADS, "load_ms": LONG_MS},

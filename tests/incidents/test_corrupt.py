@@ -21,7 +21,7 @@ def test_wrong_bytes_are_seen(model: Path, tmp_path: Path) -> None:
     more = {"spec_name": "ShiftingSpec", "spec_module_path": "tests.incidents.faulty", "trigger": str(trigger)}
     remote["kv_connector_extra_config"] |= more
     config = configuration(remote, host_memory(), names=["remote", "cpu"])
-    config["kv_connector_extra_config"]["kvobs"] |= {"verify": {"share": 1.0}}
+    config["kv_connector_extra_config"]["kvobs"] |= {"verify": {"sample_ratio": 1.0}}
     config, port = with_exporter(config)
     with serve(model, tmp_path, config, timeout=360, tensor_parallel=2, env=BOTH_RANKS_ON_ONE_CORE) as server:
         for number in range(PROMPTS):

@@ -61,7 +61,10 @@ def test_incident_is_seen(incident: Incident, model: Path, tmp_path: Path) -> No
 
 def test_nobody_is_named_for_a_process_that_does_not_run(model: Path, tmp_path: Path) -> None:
     """The connector that is called then is isolated, so that it could go into quarantine."""
-    with engine(model, tmp_path, None, isolate=["remote"]) as (server, port), watched(server, port, tmp_path) as watch:
+    with (
+        engine(model, tmp_path, None, best_effort=["remote"]) as (server, port),
+        watched(server, port, tmp_path) as watch,
+    ):
         server.complete(prompt("warm"), 2)
         for incident in PAUSES:
             assert incident.fault

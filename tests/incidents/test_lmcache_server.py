@@ -12,7 +12,7 @@ import pytest
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import ServerError
 from tests.connectors.servers.served import with_packages
-from tests.connectors.servers.stores import lmcache_child, lmcache_server, running
+from tests.connectors.servers.stores import lmcache_entry, lmcache_server, running
 from tests.connectors.servers.traffic import SMALL_CACHE
 from tests.engine.exported import with_exporter
 from tests.engine.metered import configuration
@@ -31,14 +31,14 @@ WAITS_S = 120
 def test_its_server_is_killed_under_load(model: Path, tmp_path: Path) -> None:
     """There is always a long prompt in the middle of being computed, whose chunks are saved one after the other."""
     with running(lmcache_server(tmp_path)) as store:
-        child = lmcache_child(store, mq_timeout=WAITS_S, heartbeat_interval=WAITS_S)
-        config, port = with_exporter(configuration(host_memory(), child, names=["cpu", "remote"]))
-        env, is_over = with_packages("lmcache"), threading.Event()
+        entry = lmcache_entry(store, mq_timeout=WAITS_S, heartbeat_interval=WAITS_S)
+        config, port = with_exporter(configuration(host_memory(), entry, names=["cpu", "remote"]))
+        env, is_settled = with_packages("lmcache"), threading.Event()
         with serve(model, tmp_path, config, *SMALL_CACHE, env=env, timeout=400, launch=SPAWNING) as server:
 
             def ask(first: int) -> None:
                 for number in itertools.count(first, CLIENTS):
-                    if is_over.wait(0):
+                    if is_settled.wait(0):
                         return
                     with suppress(ServerError):
                         server.complete("".join(prompt("fresh", number, part) for part in range(4)), 2)
@@ -50,4 +50,4 @@ def test_its_server_is_killed_under_load(model: Path, tmp_path: Path) -> None:
                 watch.begin()
                 store.kill()
                 watch.sees(LMCACHE)
-                is_over.set()
+                is_settled.set()

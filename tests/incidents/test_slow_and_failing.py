@@ -38,20 +38,20 @@ WELL = {"offer": 64, "async": True, "load_ms": 20}
 @contextmanager
 def asking(server: Server, about: str, steer: dict[str, Any], each_s: int) -> Iterator[None]:
     """Keep clients asking inside the ``with`` block, with these orders to `remote`; wait for their last answers."""
-    is_over = threading.Event()
+    is_settled = threading.Event()
 
     def client(number: int) -> None:
         for i in itertools.count():
             with suppress(ServerError, OSError):
                 ask(server, prompt(about, number, i), steer, tokens=2)
-            if is_over.wait(each_s):
+            if is_settled.wait(each_s):
                 return
 
     clients = [threading.Thread(target=client, args=(i,), daemon=True) for i in range(1 if each_s else CLIENTS)]
     for thread in clients:
         thread.start()
     yield
-    is_over.set()
+    is_settled.set()
     for thread in clients:
         thread.join()
     time.sleep(SETTLES_S)
@@ -63,11 +63,11 @@ def fill_blocks(server: Server, watch: Watched) -> None:
     threading.Thread(target=ask, args=(server, loaded, {**LOADS, "load_ms": 12_000}), daemon=True).start()
     assert eventually(lambda: watch.prometheus.value(IN_FLIGHT.format("load")) == 1)
     ask(server, kept, {"promise": True, "save_ms": 45_000}, tokens=200)
-    assert eventually(lambda: watch.prometheus.value(IN_FLIGHT.format("resume")) == 1)
+    assert eventually(lambda: watch.prometheus.value(IN_FLIGHT.format("awaiting_schedule")) == 1)
 
 
 def test_each_is_seen_in_its_turn(model: Path, tmp_path: Path) -> None:
-    config, port = with_exporter(configuration(host_memory(), of_tests("SteeredChild"), names=["cpu", "remote"]))
+    config, port = with_exporter(configuration(host_memory(), of_tests("SteeredConnector"), names=["cpu", "remote"]))
     lives = ((), {"tensor_parallel": 2, "env": BOTH_RANKS_ON_ONE_CORE}), (FEW_BLOCKS, dict[str, Any]())
     recorded: dict[Incident, Recorded] = {}
     for (args, life), orders in zip(lives, (ORDERS, AFTER_A_RESTART), strict=True):

@@ -53,8 +53,8 @@ JOINT_FAULTS = (
     JointFault(
         "names on a worker shift after a connector that was not built",
         f"{ROUTING}/worker_isolation.py",
-        "        self._names = [child.name for child in children]\n",
-        '        self._names = [child.name for child in children if not isinstance(child.connector, Unbuilt)] + ["?"]\n',
+        "        self._names = [connector.name for connector in connectors]\n",
+        '        self._names = [connector.name for connector in connectors if not isinstance(connector.wrapped, Unbuilt)] + ["?"]\n',
         f"{UNIT}/routing/test_worker_isolation.py",
     ),
     JointFault(
@@ -95,7 +95,7 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "a slow connector in quarantine is polled for open lookups",
-        f"{ROUTING}/audience.py",
+        f"{ROUTING}/hook_targets.py",
         "self._open_lookups.poll(self.isolation.is_slow)",
         "self._open_lookups.poll(lambda _: False)",
         f"{UNIT}/routing/test_isolation_quarantine.py",
@@ -105,7 +105,7 @@ JOINT_FAULTS = (
         f"{ROUTING}/completions.py",
         "                received.discard(request)\n",
         "",
-        f"{UNIT}/routing/test_completions.py::test_a_failure_that_a_child_adds_goes_round_by_the_workers",
+        f"{UNIT}/routing/test_completions.py::test_a_failure_that_a_connector_adds_goes_round_by_the_workers",
     ),
     JointFault(
         "the request log forgets a request whose id is used again",
@@ -118,8 +118,8 @@ JOINT_FAULTS = (
     JointFault(
         "the candidate of an earlier lookup stays after a miss",
         f"{ROUTING}/scheduler.py",
-        "        self.ledger.propose(request.request_id, (best.child, best.is_async) if best.tokens else None)\n",
-        "        if best.tokens:\n            self.ledger.propose(request.request_id, (best.child, best.is_async))\n",
+        "        self.ledger.propose(request.request_id, (best.connector, best.is_async) if best.tokens else None)\n",
+        "        if best.tokens:\n            self.ledger.propose(request.request_id, (best.connector, best.is_async))\n",
         f"{UNIT}/routing/test_stock_faults.py",
     ),
     JointFault(
@@ -132,8 +132,8 @@ JOINT_FAULTS = (
     JointFault(
         "the lookups of a request that ends during its load are never forgotten",
         f"{ROUTING}/scheduler.py",
-        "        self.offers.forget(request_id)\n",
-        "        if finished.aborted is None:\n            self.offers.forget(request_id)\n",
+        "        self.lookups.discard(request_id)\n",
+        "        if finished.aborted is None:\n            self.lookups.discard(request_id)\n",
         "tests/transparency/test_lives.py::test_nothing_is_left_with_other_options",
     ),
     # scheduler's and workers' orders
@@ -175,7 +175,7 @@ JOINT_FAULTS = (
     # visibility and isolation
     JointFault(
         "ended requests are forgotten before the workers get the hidden ones",
-        f"{ROUTING}/audience.py",
+        f"{ROUTING}/hook_targets.py",
         "                if ends := visibility.ends_hidden(finished):\n"
         "                    hidden[index] = ends\n"
         "                visibility.forget(finished, self._ledger)\n",
@@ -193,7 +193,7 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "a request that was withheld or dropped is never forgotten",
-        f"{ROUTING}/audience.py",
+        f"{ROUTING}/hook_targets.py",
         "                visibility.end(request_id)\n",
         "                if visibility.hidden:\n                    visibility.end(request_id)\n",
         f"{UNIT}/routing/test_isolation.py",
@@ -201,25 +201,25 @@ JOINT_FAULTS = (
     JointFault(
         "the receipts hidden from the first connector are hidden from all",
         f"{ROUTING}/completions.py",
-        "        hidden = self._visibility[child.index].hidden\n",
+        "        hidden = self._visibility[connector.index].hidden\n",
         "        hidden = self._visibility[0].hidden\n",
         f"{UNIT}/routing/test_completions.py::test_hidden_requests_are_not_shown_and_end_all_the_same",
     ),
     # lookups, open ones, and the choice
     JointFault(
         "connectors get the allocation before their lookup is left open",
-        f"{ROUTING}/audience.py",
+        f"{ROUTING}/hook_targets.py",
         "        self._open_lookups.leave_open(request, blocks, computed, left_open)\n"
-        "        for child in self._children:\n"
-        "            is_shown = self._visibility[child.index].allocates(request_id)\n"
-        "            if is_shown and not self._open_lookups.has(child.index, request_id):\n"
-        "                self.isolation.allocated(child.index, request_id)\n"
-        "                yield child\n",
-        "        for child in self._children:\n"
-        "            is_shown = self._visibility[child.index].allocates(request_id)\n"
-        "            if is_shown and not self._open_lookups.has(child.index, request_id):\n"
-        "                self.isolation.allocated(child.index, request_id)\n"
-        "                yield child\n"
+        "        for connector in self._children:\n"
+        "            is_shown = self._visibility[connector.index].allocates(request_id)\n"
+        "            if is_shown and not self._open_lookups.has(connector.index, request_id):\n"
+        "                self.isolation.allocated(connector.index, request_id)\n"
+        "                yield connector\n",
+        "        for connector in self._children:\n"
+        "            is_shown = self._visibility[connector.index].allocates(request_id)\n"
+        "            if is_shown and not self._open_lookups.has(connector.index, request_id):\n"
+        "                self.isolation.allocated(connector.index, request_id)\n"
+        "                yield connector\n"
         "        self._open_lookups.leave_open(request, blocks, computed, left_open)\n",
         f"{UNIT}/routing/test_lookups.py",
     ),
@@ -270,14 +270,14 @@ JOINT_FAULTS = (
     JointFault(
         "one connector's label values use up those of the others",
         "kvobs/page/rows.py",
-        "        alike = sum(key[:2] == (signal, child) for key in self._at)\n",
+        "        alike = sum(key[:2] == (signal, connector) for key in self._at)\n",
         "        alike = sum(key[0] == signal for key in self._at)\n",
         f"{UNIT}/page/test_rows.py",
     ),
     JointFault(
         "of several processes one connector's label values use up those of the others",
         f"{EXPORT}/engine.py",
-        "self._rows.setdefault((signal, child), {other})",
+        "self._rows.setdefault((signal, connector), {other})",
         "self._rows.setdefault((signal, 0), {other})",
         f"{UNIT}/export/test_engine_rows.py",
     ),
@@ -426,35 +426,35 @@ JOINT_FAULTS = (
         "bad blocks in the load of another connector are dropped",
         f"{ROUTING}/worker.py",
         "            passed_on |= hit\n            if is_sync :=",
-        "            if load.child != child.index:\n                continue\n            passed_on |= hit\n            if is_sync :=",
+        "            if load.connector != connector.index:\n                continue\n            passed_on |= hit\n            if is_sync :=",
         STRANGERS,
     ),
     JointFault(
         "a failure that another connector reports is taken for the load's end",
         "kvobs/state/ledger.py",
-        "        if load is None or load.child != child or load.is_async is is_sync:\n",
-        "        if load is None or (load.child != child and kind is not ReportKind.FAILED) or load.is_async is is_sync:\n",
+        "        if load is None or load.connector != connector or load.is_async is is_sync:\n",
+        "        if load is None or (load.connector != connector and kind is not ReportKind.FAILED) or load.is_async is is_sync:\n",
         STRANGERS,
     ),
     JointFault(
         "hooks that were replaced after the constructor are not bound again",
         "kvobs/connector/__init__.py",
-        "        changed = [child.bind() for child in self._children]\n",
+        "        changed = [connector.bind() for connector in self._children]\n",
         "        changed: list[bool] = []\n",
         STRANGERS,
     ),
     JointFault(
         "methods beyond vLLM's class are not passed on",
         "kvobs/connector/__init__.py",
-        '        children = vars(self).get("_children", ())\n',
-        "        children: Any = ()\n",
+        '        connectors = vars(self).get("_children", ())\n',
+        "        connectors: Any = ()\n",
         STRANGERS,
     ),
     # the putting together
     JointFault(
         "the request log of each engine of a group says engine 0",
         RECORDERS,
-        "put, versions.engine_place(vllm_config).number)",
+        "put, versions.engine_position(vllm_config).number)",
         "put)",
         PRODUCT,
     ),
@@ -482,8 +482,8 @@ JOINT_FAULTS = (
     JointFault(
         "isolated connectors are found by their place in the option",
         RECORDERS,
-        "[i for i, name in enumerate(names) if name in options.isolate]",
-        "list(range(len(options.isolate)))",
+        "[i for i, name in enumerate(names) if name in options.best_effort]",
+        "list(range(len(options.best_effort)))",
         PRODUCT,
     ),
     JointFault(
@@ -524,14 +524,14 @@ JOINT_FAULTS = (
     JointFault(
         "isolated connectors are slow after slow_call_ms",
         WIRING,
-        "int(options.isolate_slow_ms * 1e6)",
+        "int(options.best_effort_slow_ms * 1e6)",
         "int(options.slow_call_ms * 1e6)",
         OPTIONS,
     ),
     JointFault(
-        "verify.fail is not handed over",
+        "verify.on_mismatch is not handed over",
         WIRING,
-        "refuses=configuration.options.verify.fail",
+        "refuses=configuration.options.verify.recomputes",
         "refuses=False",
         OPTIONS,
     ),
@@ -552,14 +552,14 @@ JOINT_FAULTS = (
     JointFault(
         "only the first connector has stats of its own",
         WIRING,
-        "for child in children if hook in child.implemented]\n\n\ndef _verifier",
-        "for child in children if hook in child.implemented][:1]\n\n\ndef _verifier",
+        "for connector in connectors if hook in connector.implemented]\n\n\ndef _verifier",
+        "for connector in connectors if hook in connector.implemented][:1]\n\n\ndef _verifier",
         PRODUCT,
     ),
     JointFault(
         "the page of each engine of a group says engine 0",
         WIRING,
-        "index=versions.engine_place(vllm_config).number",
+        "index=versions.engine_position(vllm_config).number",
         "index=0",
         PRODUCT,
     ),
@@ -573,7 +573,7 @@ JOINT_FAULTS = (
     JointFault(
         "events of a connector that only the second rank has are lost in the merge",
         f"{ROUTING}/metadata.py",
-        "                self.by_child[child] = container\n",
+        "                self.by_index[connector] = container\n",
         "                continue\n",
         f"{UNIT}/test_observed.py::test_saved_tokens_are_counted_once_for_all_ranks",
     ),

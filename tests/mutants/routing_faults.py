@@ -64,7 +64,7 @@ def _unless_preempted(say: Any, request: Any, blocks: Any, tokens: int) -> None:
 
 
 def _asking_all(connector: Any, ask: Any) -> bool:
-    return True in [child.has_pending_push_work() for child in connector._connectors]
+    return True in [sub_connector.has_pending_push_work() for sub_connector in connector._connectors]
 
 
 def _one_at_a_time(connector: Any, update: Any, output: Any) -> None:
@@ -77,18 +77,18 @@ def _one_at_a_time(connector: Any, update: Any, output: Any) -> None:
 
 
 def _backwards(connector: Any, handle: Any, metadata: Any) -> None:
-    for child, own in reversed([*zip(connector._connectors, metadata.metadata, strict=True)]):
-        child.handle_preemptions(own)
+    for sub_connector, own in reversed([*zip(connector._connectors, metadata.metadata, strict=True)]):
+        sub_connector.handle_preemptions(own)
 
 
 ROUTING_FAULTS = {
-    "children get a copy of the request": Mutation(
+    "connectors get a copy of the request": Mutation(
         SCHEDULER, "get_num_new_matched_tokens", lambda ask, request, *more: ask(copy.copy(request), *more), EVERY
     ),
-    "the scheduler's output changes between two children": Mutation(
+    "the scheduler's output changes between two connectors": Mutation(
         SCHEDULER, "build_connector_meta", _hiding("num_scheduled_tokens", {}), LATER
     ),
-    "a child's events are lost": Mutation(SCHEDULER, "take_events", _forgotten, LATER),
+    "a connector's events are lost": Mutation(SCHEDULER, "take_events", _forgotten, LATER),
     "hit sources are asked and dropped": Mutation(SCHEDULER, "get_external_cache_hit_sources", _without_sources),
     "keywords of a layer's save are dropped": Mutation(
         WORKER, "save_kv_layer", lambda save, *arguments, **more: save(*arguments), EVERY
@@ -96,18 +96,18 @@ ROUTING_FAULTS = {
     "kv_layer and attn_metadata are swapped": Mutation(
         WORKER, "save_kv_layer", lambda save, name, kv, attn, **more: save(name, attn, kv, **more), EVERY
     ),
-    "the block state is withheld from later children": Mutation(
+    "the block state is withheld from later connectors": Mutation(
         SCHEDULER, "build_connector_meta", _hiding("kv_connector_block_state", None), LATER
     ),
-    "a child's exception is swallowed": Mutation(SCHEDULER, "update_state_after_alloc", _swallowed, EVERY),
-    "stats of later children are dropped": Mutation(WORKER, "get_kv_connector_stats", _dropped, LATER),
+    "a connector's exception is swallowed": Mutation(SCHEDULER, "update_state_after_alloc", _swallowed, EVERY),
+    "stats of later connectors are dropped": Mutation(WORKER, "get_kv_connector_stats", _dropped, LATER),
     "a preempted request's allocation skips the others": Mutation(
         SCHEDULER, "update_state_after_alloc", _unless_preempted, EVERY
     ),
     "a frozenset instead of a set": Mutation(
         WORKER, "get_transfer_results", lambda ask, finished: ask(frozenset(finished)), EVERY
     ),
-    "all children are asked for pending work": Mutation(SCHEDULER, "has_pending_push_work", _asking_all),
+    "all connectors are asked for pending work": Mutation(SCHEDULER, "has_pending_push_work", _asking_all),
     "drafts are hidden": Mutation(
         SCHEDULER, "build_connector_meta", _hiding("scheduled_spec_decode_tokens", {}), EVERY
     ),

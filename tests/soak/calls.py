@@ -26,7 +26,7 @@ from kvobs.page.reader import pages
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCall, LayerCalls
 from kvobs.probe.native import choice
 from kvobs.probe.recorder import Recorder
-from kvobs.schema.signals import CALL_DURATION, SERIES, Scope, place
+from kvobs.schema.signals import CALL_DURATION, SERIES, Scope, word
 from tests.engine.serving import eventually
 from tests.soak.memory import Sample, growth, sample
 from tests.support.numbers import numbers
@@ -44,7 +44,7 @@ class Calls:
         self.recorder = Recorder(len(NAMES), 100_000, NAMES, page=begin(engine, rank, contained=(0, 1)))
         targets = [LayerCall(i, self.act) for i in range(len(NAMES))]
         self.made: list[Callable[..., Any]] = [LayerCalls(hook, targets, self.recorder).fan_out for hook in ARGUMENTS]
-        self.made += [self.recorder.timed(child, hook, self.act) for hook in HOOKS for child in range(len(NAMES))]
+        self.made += [self.recorder.timed(index, hook, self.act) for hook in HOOKS for index in range(len(NAMES))]
         self.acted = [0] * THREADS
         self.local = threading.local()
 
@@ -68,7 +68,7 @@ class Calls:
     def counted(self) -> int:
         """How many calls are counted in the page."""
         counts = numbers(self.recorder).counts
-        slots = (place(child, series.first + i) for child in range(len(NAMES)) for series, i in _CALLS)
+        slots = (word(index, series.first + i) for index in range(len(NAMES)) for series, i in _CALLS)
         return sum(counts.get(slot, 0) for slot in slots)
 
     def in_threads(self, seed: int, calls: int = A_ROUND) -> None:
@@ -81,7 +81,7 @@ class Calls:
 
 _CALLS = [
     (series, i)
-    for series in SERIES[Scope.CHILD]
+    for series in SERIES[Scope.CONNECTOR]
     if series.signal is CALL_DURATION
     for i in range(CALL_DURATION.sum_offset)
 ]

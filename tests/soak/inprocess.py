@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from kvobs.schema import signals
 from tests.soak import memory
-from tests.soak.children import SILENT_AT_MOST, SoakScheduler, SoakWorker
+from tests.soak.connectors import SILENT_AT_MOST, SoakScheduler, SoakWorker
 from tests.soak.ledger import Ledger
 from tests.soak.report import Result
 from tests.support.observed import BYTES_PER_TOKEN
@@ -21,7 +21,7 @@ from tests.support.rig import assert_nothing_is_left
 from tests.support.runners import Running
 from tests.support.traced import NOT_SAMPLED, SAMPLED, Traced
 from tests.transparency import engine
-from tests.transparency.children import STAGES, Stage
+from tests.transparency.connectors import STAGES, Stage
 from tests.transparency.life import Character, Life, Plan, draw_plan
 
 EVERY = 2_000
@@ -44,7 +44,7 @@ LOADING = Character(
     hits=0.5, asynchronous=0.75, pending=0.1, fails=0.1, offers_again=0.3, promises=0.3, promises_aborted=True,
     slow=0.6, chats=0.1, strays=0.02,
 )  # fmt: skip
-CHILDREN = (
+CONNECTORS = (
     LOADING,
     replace(LOADING, fails=0.0, bad_blocks=0.15, asynchronous=0.6),
     replace(LOADING, one_reports=True, fails=0.15),
@@ -96,7 +96,7 @@ class MoodyExporter(SpanExporter):
 
 
 class SoakEngine(engine.Engine):
-    """An engine whose requests come in turns, with ids that are used again in each, and children that are silent."""
+    """An engine whose requests come in turns, with ids that are used again in each, and connectors that are silent."""
 
     def __init__(self, stage: Stage, tag: str, is_traced: bool, options: dict[str, Any]) -> None:
         self.ledger: Ledger = stage.run  # type: ignore[assignment]
@@ -139,10 +139,10 @@ class Soak(Traced):
     def __init__(self, name: str, shape: Shape, seed: int, patch: pytest.MonkeyPatch) -> None:
         self.seed, self.shape, self.random = seed, shape, Random(seed)
         self.ledger = ledger = Ledger(
-            tuple(1 if child.one_reports else RANKS for child in CHILDREN), BYTES_PER_TOKEN * RANKS
+            tuple(1 if connector.one_reports else RANKS for connector in CONNECTORS), BYTES_PER_TOKEN * RANKS
         )
         self.life = life = Life(
-            CHILDREN, (), running=shape.running, seed=seed, policy=shape.failure_policy, blocks=112, most_running=32
+            CONNECTORS, (), running=shape.running, seed=seed, policy=shape.failure_policy, blocks=112, most_running=32
         )
         STAGES[name] = stage = Stage(life, ledger, (SoakScheduler, SoakWorker))
         self.make_rig = lambda _router, *, kvobs, **_: SoakEngine(stage, name, shape.traced, kvobs)
@@ -163,8 +163,8 @@ class Soak(Traced):
             plans.append(replace(plan, name=name, arrives=arrives, aborted=aborted, inputs=(), reads=True))
         life = replace(self.life, seed=self.random.getrandbits(32))  # or an id would mean the same each time
         for router in (self.rig.connector, *self.rig.workers):
-            for child in router._connectors:
-                child.half.life = life
+            for connector in router._connectors:
+                connector.half.life = life
         self.rig.plan(plans)
         self.added += requests
         self.drain(now + STALLED_AFTER + 10 * requests)
@@ -184,9 +184,9 @@ class Soak(Traced):
     def export_spans(self) -> None:
         """Let the collector come up and take what waits for it; every span must be accounted for then."""
         self.turn_collector("up")
-        if (cutter := self.front.shown._cutter) is not None:
+        if (converter := self.front.shown._converter) is not None:
             self.front.shown.export_spans(is_last=True)
-            cutter._processor.force_flush()
+            converter._processor.force_flush()
             totals = self.front.shown._totals.values()
             lost = sum(each._own[signals.slot(signals.SPANS_DROPPED, place)] for each in totals for place in DROPPED)
             missed = sum(each.engine.missed for each in totals)
@@ -213,20 +213,20 @@ class Soak(Traced):
                 found[sample.name, NAMES.index(sample.labels["connector"]), tuple(labels.values())] = sample.value
             elif sample.name == "kvobs_internal_errors_total" and sample.value:
                 faults.append(f"{sample.value:.0f} faults of kvobs's own: {labels['where']}")
-        return faults + self.ledger.differences(lambda metric, child, *values: found[metric, child, values])
+        return faults + self.ledger.differences(lambda metric, index, *values: found[metric, index, values])
 
     def close(self) -> None:
         """Let all that was silent report; every block must be free then, and every span accounted for."""
-        self.ledger.is_over = True
+        self.ledger.is_settled = True
         self.ledger.silent.clear()
         self.drain(self.ledger.step + STALLED_AFTER)
         self.ledger.seen += self.rig.seen
         assert_nothing_is_left(self.rig)
         self._deliver()
         self.export_spans()
-        if (cutter := self.front.shown._cutter) is not None:
+        if (converter := self.front.shown._converter) is not None:
             assert self.written, "nothing was traced"
-            cutter.close()
+            converter.close()
         self.front.shown.close()
         for connector in (self.rig.connector, *self.rig.workers):
             connector.shutdown()

@@ -1,4 +1,4 @@
-"""The soak of best-effort children: both of an engine's fail in random hooks, on random ranks, for random times.
+"""The soak of best-effort connectors: both of an engine's fail in random hooks, on random ranks, for random times.
 
 What becomes of a load or save then is not predicted. But every request must end, once, every block must be free when
 the engine is idle, no book may hold anything, and memory must stay flat.
@@ -19,7 +19,7 @@ from tests.support.observed import Clocked
 from tests.support.rig import assert_nothing_is_left
 from tests.support.runners import Running
 from tests.transparency import engine
-from tests.transparency.children import STAGES, Stage
+from tests.transparency.connectors import STAGES, Stage
 from tests.transparency.life import Character, Life, draw_plan
 from tests.transparency.record import Cause, Run
 
@@ -41,11 +41,11 @@ CHILD = Character(
 
 
 class Failing(Run):
-    """In place of a record: raises in some hooks of children."""
+    """In place of a record: raises in some hooks of connectors."""
 
     def __init__(self) -> None:
         super().__init__("kvobs")
-        self.hooks: dict[str, set[str]] = {}  # by child and process
+        self.hooks: dict[str, set[str]] = {}  # by connector and process
 
     def note(self, who: str, hook: str, *arguments: Any) -> None:
         if hook in self.hooks.get(who, ()):
@@ -65,8 +65,8 @@ class Storm(Clocked):
         STAGES[name] = stage = Stage(life, self.failing)
         self.make_rig = lambda _router, *, kvobs, **_: engine.Engine(stage, name, "kvobs", kvobs)
         names = ["best", "other"]
-        super().__init__(patch, engine.entries_of(life, name), {"names": names, "isolate": names})
-        self.isolation = self.rig.connector._side.audience.isolation
+        super().__init__(patch, engine.entries_of(life, name), {"names": names, "best_effort": names})
+        self.isolation = self.rig.connector._side.targets.isolation
         self.ends: Counter[str] = Counter()
 
     def step(self, steps: int = 1, seconds: float = 1) -> None:
@@ -95,23 +95,23 @@ class Storm(Clocked):
         return wrong
 
     def _change(self) -> None:
-        """Let children fail otherwise than before, or not at all."""
-        for child in (0, 1):
+        """Let connectors fail otherwise than before, or not at all."""
+        for index in (0, 1):
             if self.random.random() < 0.15:
                 hooks = set(self.random.sample(HOOKS, self.random.randint(0, 3)))
                 ranks = self.random.choice([(0, 1), (0,), (1,)])
-                failing = {f"child {child} rank {rank}": hooks if rank in ranks else set() for rank in (0, 1)}
-                self.failing.hooks |= failing | {f"child {child} scheduler": hooks if 0 in ranks else set()}
+                failing = {f"connector {index} rank {rank}": hooks if rank in ranks else set() for rank in (0, 1)}
+                self.failing.hooks |= failing | {f"connector {index} scheduler": hooks if 0 in ranks else set()}
 
     def _calm(self) -> None:
-        """Let nothing fail any more, after one more failure of each child: what it never reports is given up then."""
-        self.failing.hooks = {f"child {child} scheduler": {"take_events"} for child in (0, 1)}
+        """Let nothing fail any more, after one more failure of each: what it never reports is given up then."""
+        self.failing.hooks = {f"connector {connector} scheduler": {"take_events"} for connector in (0, 1)}
         self.step()
         self.failing.hooks = {}
         self.step(CALM_STEPS)
         for worker in self.rig.workers:
-            for child in worker._connectors:  # of requests whose ids are used again
-                child.half.forget()
+            for connector in worker._connectors:  # of requests whose ids are used again
+                connector.half.forget()
 
 
 def run(requests: int, seed: int, show: Callable[[str], None]) -> Result:

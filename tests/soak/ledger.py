@@ -19,28 +19,28 @@ PER_REQUEST = (
 )
 STRAYS = {Cause.STRAY_RECEIPT: "load", Cause.STRAY_FAILURE: "failure"}
 Series = tuple[str, int, tuple[str, ...]]
-"""A metric, a child, and label values in the order of the labels' names."""
+"""A metric, a connector, and label values in the order of the labels' names."""
 
 
 @dataclass
 class Asked:
     """One request that vLLM has not forgotten."""
 
-    answers: dict[int, int] = field(default_factory=dict)  # of the last lookup: child -> tokens
-    pending: set[int] = field(default_factory=set)  # children that said "not yet"
-    outcomes: set[tuple[int, str]] = field(default_factory=set)  # (child, outcome) of its lookups so far
-    given: dict[int, int] = field(default_factory=dict)  # of this allocation: child -> tokens
+    answers: dict[int, int] = field(default_factory=dict)  # of the last lookup: connector -> tokens
+    pending: set[int] = field(default_factory=set)  # connectors that said "not yet"
+    outcomes: set[tuple[int, str]] = field(default_factory=set)  # (connector, outcome) of its lookups so far
+    given: dict[int, int] = field(default_factory=dict)  # of this allocation: connector -> tokens
     counted: bool = False  # its offers are
-    load: tuple[int, Load, int] | None = None  # an open one: child, load, tokens
+    load: tuple[int, Load, int] | None = None  # an open one: connector, load, tokens
     savers: list[int] = field(default_factory=list)
-    ended: int = 0  # children that were told of its end
+    ended: int = 0  # connectors that were told of its end
 
 
 class Ledger(Run):
     """The records of one engine's life, in place of a list of all calls.
 
     Args:
-        reporters: on how many ranks each child reports.
+        reporters: on how many ranks each connector reports.
         bytes_per_token: over all ranks.
     """
 
@@ -54,11 +54,11 @@ class Ledger(Run):
         self.running: set[str] = set()  # that vLLM has not ended
         self.awaited: dict[str, str] = {}  # by request, as what vLLM must be told of it: "received" or "sent"
         self.silent: dict[str, tuple[int, ...]] = {}  # ranks that report nothing of a request until all is over
-        self.bad: set[tuple[int, str, int]] = set()  # loads that failed: child, request, number
+        self.bad: set[tuple[int, str, int]] = set()  # loads that failed: connector, request, number
         self.doubtful: set[tuple[int, str, int]] = set()  # those that have failed if they were not over
         self.slack: Counter[Series] = Counter()  # what the metrics may have more or less of, for these
         self.completed = self.doubled = 0
-        self.is_over = False
+        self.is_settled = False
 
     def note(self, who: str, hook: str, *arguments: Any) -> None:
         """Count a call; keep nothing of it."""
@@ -68,21 +68,21 @@ class Ledger(Run):
     def mark(self, cause: Cause, *arguments: Any) -> None:
         self.seen[cause.name.lower().replace("_", " ")] += 1
         if cause in STRAYS:
-            self.strays["kvobs_stray_reports_total", arguments[0], (STRAYS[cause],)] += 1
+            self.strays["kvobs_unexpected_reports_total", arguments[0], (STRAYS[cause],)] += 1
 
     def spares(self, request: str) -> bool:
         """Return whether a rank is silent about this request, which ends after the comparison."""
         return request in self.silent
 
     def doubt(self, request: str = "", block: int = 0) -> None:
-        for child, load, _ in filter(None, (asked.load for asked in self.asked.values())):
+        for index, load, _ in filter(None, (asked.load for asked in self.asked.values())):
             if load.request == request or (block and block in load.blocks[0]):
-                self.doubtful.add((child, load.request, load.number))
+                self.doubtful.add((index, load.request, load.number))
 
-    def _count(self, metric: str, child: int, *labels: str, n: int = 1, is_sure: bool = True) -> None:
-        self.expected[metric, child, labels] += n
+    def _count(self, metric: str, index: int, *labels: str, n: int = 1, is_sure: bool = True) -> None:
+        self.expected[metric, index, labels] += n
         if not is_sure:
-            self.slack[metric, child, labels] += n
+            self.slack[metric, index, labels] += n
 
     # What is asked
 
@@ -90,60 +90,60 @@ class Ledger(Run):
         self.asked[request] = Asked()
         self.running.add(request)
 
-    def answered(self, request: str, child: int, tokens: int | None) -> None:
-        """Note a child's answer to a lookup; it is always the first child that is asked first."""
+    def answered(self, request: str, index: int, tokens: int | None) -> None:
+        """Note a connector's answer to a lookup; it is always the first connector that is asked first."""
         asked = self.asked[request]
-        if child == 0:
+        if index == 0:
             asked.answers = {}
         outcome = "pending" if tokens is None else "hit" if tokens else "miss"
-        if (child, outcome) not in asked.outcomes:  # once, however often it is looked up
-            asked.outcomes.add((child, outcome))
-            self._count("kvobs_lookups_total", child, outcome)
+        if (index, outcome) not in asked.outcomes:  # once, however often it is looked up
+            asked.outcomes.add((index, outcome))
+            self._count("kvobs_lookups_total", index, outcome)
         if tokens is None:
-            asked.pending.add(child)
+            asked.pending.add(index)
             return
-        if child in asked.pending:
-            asked.pending.remove(child)
-            self._count("kvobs_lookup_delay_seconds_count", child)
-        asked.answers[child] = tokens
+        if index in asked.pending:
+            asked.pending.remove(index)
+            self._count("kvobs_lookup_delay_seconds_count", index)
+        asked.answers[index] = tokens
 
-    def allocated(self, request: str, child: int, tokens: int, load: Load | None) -> None:
-        """Note what vLLM allocated for a child's load; after the last child's call all know."""
+    def allocated(self, request: str, index: int, tokens: int, load: Load | None) -> None:
+        """Note what vLLM allocated for a connector's load; after the last connector's call all know."""
         asked = self.asked[request]
-        asked.given[child] = tokens
+        asked.given[index] = tokens
         if load is not None:
             self._close_sync(asked)
             assert asked.load is None, f"{request} has two loads"
-            asked.load = child, load, tokens
-            self._count("kvobs_admitted_tokens_total", child, n=tokens)
+            asked.load = index, load, tokens
+            self._count("kvobs_admitted_tokens_total", index, n=tokens)
             if load.is_async:
                 self.awaited[request] = "received"
-        if child == len(self.reporters) - 1:
+        if index == len(self.reporters) - 1:
             self._settle_offers(asked)
 
     def _settle_offers(self, asked: Asked) -> None:
         given, asked.given = asked.given, {}
-        owner = next((child for child, tokens in given.items() if tokens), None)
+        owner = next((index for index, tokens in given.items() if tokens), None)
         answers, asked.answers = asked.answers, {}
-        offers = {child: tokens for child, tokens in answers.items() if tokens}
+        offers = {index: tokens for index, tokens in answers.items() if tokens}
         if asked.counted or not offers:
             return
         asked.counted = True
         won = 0 if owner is None else offers[owner]
-        for child, tokens in offers.items():
-            self._count("kvobs_offered_tokens_total", child, n=tokens)
-            if child == owner:
-                self._count("kvobs_unused_hit_tokens_total", child, "not_taken", n=max(0, tokens - given[child]))
+        for index, tokens in offers.items():
+            self._count("kvobs_offered_tokens_total", index, n=tokens)
+            if index == owner:
+                self._count("kvobs_unused_hit_tokens_total", index, "not_taken", n=max(0, tokens - given[index]))
             else:
-                self._count("kvobs_unused_offers_total", child)
+                self._count("kvobs_unused_offers_total", index)
                 reason = "not_taken" if owner is None else "other_chosen"
-                self._count("kvobs_unused_hit_tokens_total", child, reason, n=max(0, tokens - won))
+                self._count("kvobs_unused_hit_tokens_total", index, reason, n=max(0, tokens - won))
 
-    def finished(self, request: str, child: int, *, promises: bool) -> None:
-        """Note a child's answer at a request's end; after the last child's call all have answered."""
+    def finished(self, request: str, index: int, *, promises: bool) -> None:
+        """Note a connector's answer at a request's end; after the last connector's call all have answered."""
         asked = self.asked[request]
         asked.ended += 1
-        asked.savers += [child] if promises else []
+        asked.savers += [index] if promises else []
         if asked.ended < len(self.reporters):
             return
         if not asked.counted and len(asked.answers) == len(self.reporters):  # vLLM had no blocks for it
@@ -176,22 +176,22 @@ class Ledger(Run):
         """Count how a load has ended; of one that was aborted only what arrived is known here."""
         if asked.load is None:
             return
-        (child, load, tokens), asked.load = asked.load, None
-        key = child, load.request, load.number
+        (index, load, tokens), asked.load = asked.load, None
+        key = index, load.request, load.number
         mode, is_bad = "async" if load.is_async else "sync", key in self.bad
         is_sure = is_bad or key not in self.doubtful
         self.bad.discard(key)
         self.doubtful.discard(key)
         if is_bad or not is_sure:
-            self._count("tokens of bad loads", child, n=tokens)
+            self._count("tokens of bad loads", index, n=tokens)
         if not is_bad:
-            self._count("kvobs_load_tokens_total", child, n=tokens, is_sure=is_sure)
-            self._count("kvobs_load_bytes_total", child, n=tokens * self.bytes_per_token, is_sure=is_sure)
+            self._count("kvobs_load_tokens_total", index, n=tokens, is_sure=is_sure)
+            self._count("kvobs_load_bytes_total", index, n=tokens * self.bytes_per_token, is_sure=is_sure)
         if is_bad or is_aborted:
-            self._count("loads that brought nothing", child, mode)
+            self._count("loads that brought nothing", index, mode)
         else:
-            self._count("kvobs_loads_total", child, mode, "ok", is_sure=is_sure)
-            self.slack["loads that brought nothing", child, (mode,)] += not is_sure
+            self._count("kvobs_loads_total", index, mode, "ok", is_sure=is_sure)
+            self.slack["loads that brought nothing", index, (mode,)] += not is_sure
 
     def _close_sync(self, asked: Asked) -> None:
         if asked.load is not None and not asked.load[1].is_async:
@@ -215,7 +215,7 @@ class Ledger(Run):
             self._close_sync(asked)
             if asked.load is not None:
                 found["kvobs_in_flight", asked.load[0], ("load",)] += 1
-            found.update(("kvobs_in_flight", child, ("save",)) for child in asked.savers)
+            found.update(("kvobs_in_flight", index, ("save",)) for index in asked.savers)
         return found
 
     def at_least(self) -> Counter[Series]:
@@ -224,43 +224,43 @@ class Ledger(Run):
         for request, ranks in self.silent.items():
             asked = self.asked[request]
             if len(ranks) == 1:  # the others have reported
-                child = asked.load[0] if asked.load is not None else asked.savers[0]
-                found["kvobs_stuck_transfers_total", child, (str(*ranks),)] += 1
+                index = asked.load[0] if asked.load is not None else asked.savers[0]
+                found["kvobs_stuck_transfers_total", index, (str(*ranks),)] += 1
         return found
 
     def differences(self, value: Callable[..., float]) -> list[str]:
-        """Compare an idle engine's metrics, which ``value`` returns by name, child and labels, with what was noted."""
+        """Compare an idle engine's metrics, which ``value`` returns by name, index and labels, with what was noted."""
         wrong = []
 
-        def check(what: str, child: int, found: float, expected: float, slack: int = 0) -> None:
+        def check(what: str, index: int, found: float, expected: float, slack: int = 0) -> None:
             if abs(found - expected) > slack:
-                wrong.append(f"{what} of child {child}: {found} instead of {expected}")
+                wrong.append(f"{what} of connector {index}: {found} instead of {expected}")
 
-        for (metric, child, labels), expected in (self.expected + self.open_transfers()).items():
+        for (metric, index, labels), expected in (self.expected + self.open_transfers()).items():
             if metric.startswith("kvobs"):
-                slack = self.slack[metric, child, labels]
-                check(f"{metric} {labels}", child, value(metric, child, *labels), expected, slack)
-        for (metric, child, labels), least in self.at_least().items():
-            check(f"{metric} {labels}", child, min(least, value(metric, child, *labels)), least)
-        for child, reporters in enumerate(self.reporters):
+                slack = self.slack[metric, index, labels]
+                check(f"{metric} {labels}", index, value(metric, index, *labels), expected, slack)
+        for (metric, index, labels), least in self.at_least().items():
+            check(f"{metric} {labels}", index, min(least, value(metric, index, *labels)), least)
+        for index, reporters in enumerate(self.reporters):
             loads = {
-                (mode, outcome): value("kvobs_loads_total", child, mode, outcome)
+                (mode, outcome): value("kvobs_loads_total", index, mode, outcome)
                 for mode in ("async", "sync")
                 for outcome in ("ok", "failed", "aborted")
             }
-            saves = value("kvobs_saves_total", child, "ok")
+            saves = value("kvobs_saves_total", index, "ok")
             for mode in ("async", "sync"):
-                nothing = self.expected["loads that brought nothing", child, (mode,)]
-                slack = self.slack["loads that brought nothing", child, (mode,)]
-                check(f"{mode} loads that failed or were aborted", child,
+                nothing = self.expected["loads that brought nothing", index, (mode,)]
+                slack = self.slack["loads that brought nothing", index, (mode,)]
+                check(f"{mode} loads that failed or were aborted", index,
                       loads[mode, "failed"] + loads[mode, "aborted"], nothing, slack)  # fmt: skip
-                check(f"{mode} loads timed", child,
-                      value("kvobs_load_duration_seconds_count", child, mode), loads[mode, "ok"])  # fmt: skip
+                check(f"{mode} loads timed", index,
+                      value("kvobs_load_duration_seconds_count", index, mode), loads[mode, "ok"])  # fmt: skip
             several = reporters > 1
             for kind, n in (("load", loads["sync", "ok"] + several * loads["async", "ok"]), ("save", several * saves)):
-                check(f"skews of a {kind}", child, value("kvobs_rank_skew_seconds_count", child, kind), n)
-            most = self.expected["tokens of bad loads", child, ()]
-            check("recomputed tokens", child, max(most, value("kvobs_recomputed_tokens_total", child)), most)
-            check("saves timed", child, value("kvobs_save_hold_seconds_count", child), saves)
-            check("sync loads failed", child, value("kvobs_failed_sync_loads_total", child), loads["sync", "failed"])
+                check(f"skews of a {kind}", index, value("kvobs_rank_skew_seconds_count", index, kind), n)
+            most = self.expected["tokens of bad loads", index, ()]
+            check("recomputed tokens", index, max(most, value("kvobs_recomputed_tokens_total", index)), most)
+            check("saves timed", index, value("kvobs_save_hold_seconds_count", index), saves)
+            check("sync loads failed", index, value("kvobs_failed_sync_loads_total", index), loads["sync", "failed"])
         return wrong

@@ -1,4 +1,4 @@
-"""What clients order of a real server under soak, and what each order must add to the metrics of the steered child."""
+"""What clients order of a real server under soak, and what each order must add to the steered connector's metrics."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Order:
     is_repeated: bool = False  # one of a few prompts, whose answer is known
 
     def delayed(self, random: Random) -> dict[str, Any]:
-        """Return how the child is steered, with the ranks' delays drawn at random where none are given."""
+        """Return how the connector is steered, with the ranks' delays drawn at random where none are given."""
         delays = {"0": random.randint(0, 30), "1": random.randint(0, 30)}
         return {"load_ms" if self.steer.get("async") else "save_ms": delays, **self.steer}
 
@@ -48,7 +48,7 @@ def _saves() -> dict[str, int]:
 
 
 def _stray(kind: str) -> dict[str, int]:
-    return {f"kvobs_stray_reports_total/{kind}": 1}
+    return {f"kvobs_unexpected_reports_total/{kind}": 1}
 
 
 _FAILED, _LOADED = _loads("async", "failed"), _loads("async", "ok")

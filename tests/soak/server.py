@@ -1,4 +1,4 @@
-"""The soak on a real server: two ranks, a steered child beside vLLM's own, and a collector that comes and goes."""
+"""The soak on a real server: two ranks, a steered connector beside vLLM's own, and a collector that comes and goes."""
 
 import math
 import time
@@ -79,7 +79,7 @@ def run(requests: int, seed: int, show: Callable[[str], None], *, has_exporter: 
         budgets={part: 5 + mib for part, mib in own.items()},
     )
     folder = Path("build/soak").absolute()  # where the server's log is
-    forgetful = {**serving.of_tests("ForgetfulChild"), "kv_connector_module_path": "tests.soak.children"}
+    forgetful = {**serving.of_tests("ForgetfulConnector"), "kv_connector_module_path": "tests.soak.connectors"}
     config = configuration(forgetful, host_memory(2 * HOST_MEMORY), names=[STEERED, "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"stuck_after_s": STUCK_AFTER_S, "lookup_timeout_ms": 60_000.0}
     port = with_exporter(config)[1] if has_exporter else None
@@ -163,7 +163,7 @@ def _compare(client: Client, server: Server, result: Result) -> None:
     ours = serving.total(server, "kvobs_load_bytes_total", connector="cpu")
     theirs = serving.total(server, "vllm:kv_offload_load_bytes_total", connector="cpu")
     if ours != theirs:
-        wrong.append(f"bytes loaded by the child 'cpu': {ours:.0f}, and {theirs:.0f} by its own count")
+        wrong.append(f"bytes loaded by the connector 'cpu': {ours:.0f}, and {theirs:.0f} by its own count")
     result.faults["loads from host memory"] = int(
         serving.total(server, "kvobs_loads_total", connector="cpu", outcome="ok")
     )
@@ -177,7 +177,7 @@ def _compare(client: Client, server: Server, result: Result) -> None:
 
 
 def counted(server: Server) -> Counter[str]:
-    """Return what the metrics say of the steered child, in the words of the orders."""
+    """Return what the metrics say of the steered connector, in the words of the orders."""
     found: Counter[str] = Counter()
     for sample in server.metrics():
         if sample.name in COUNTED and sample.labels["connector"] == STEERED and sample.value:

@@ -48,7 +48,7 @@ def test_thousands_of_requests_with_every_fault_there_is() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_hundreds_of_requests_with_children_that_fail_in_every_hook() -> None:
+def test_hundreds_of_requests_with_connectors_that_fail_in_every_hook() -> None:
     result = isolated.run(480, seed=3, show=lambda _: None)
     assert result.wrong == []
     assert result.requests >= 480
@@ -74,7 +74,7 @@ def test_a_page_that_is_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_number_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     saved, calls = Outcomes.saved, iter(range(1_000_000))
     monkeypatch.setattr(Outcomes, "saved", lambda *args: saved(*args) if next(calls) % 20 else None)
-    with pytest.raises(AssertionError, match="kvobs_saves_total .* of child"):
+    with pytest.raises(AssertionError, match="kvobs_saves_total .* of connector"):
         inprocess.run(100, seed=1, show=lambda _: None, shapes=SHAPES[:1])
 
 

@@ -19,7 +19,7 @@ VARIABLES = {"__rate_interval": RATE_INTERVAL, "__interval": "2s", "cluster": ".
 OPTIONAL = frozenset({"cluster", "namespace", "pod"})
 """Labels that some sites have."""
 NOBODY = "none"
-"""What boards call the guilty child where there is none."""
+"""What boards call the guilty connector where there is none."""
 ALL = ".+"
 """What the boards' own variables stand for when "All" is chosen."""
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::\w+)?\}|([A-Za-z_]\w*))")  # $1 is a group of label_replace

@@ -177,7 +177,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=90)
-    parser.add_argument("--one-failing", action="store_true", help="one of three children fails, from a third of it on")
+    parser.add_argument(
+        "--one-failing", action="store_true", help="one of three connectors fails, from a third of it on"
+    )
     options = parser.parse_args()
     folder: Path = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)

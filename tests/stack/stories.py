@@ -1,6 +1,6 @@
-"""What clients ask of a server in a run, and what its children are ordered to do then: data, no action.
+"""What clients ask of a server in a run, and what its connectors are ordered to do then: data, no action.
 
-Every story has the children ``cpu`` (vLLM's own, in host memory), ``disk`` and ``remote`` (steered, best-effort).
+Every story has the connectors ``cpu`` (vLLM's own, in host memory), ``disk`` and ``remote`` (steered, best-effort).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvobs.demo.run import child, host_memory, multi_connector
+from kvobs.demo.run import entry, host_memory, multi_connector
 from kvobs.telemetry.tracing.trace_context import TRACEPARENT, TraceContext, new_span_id, new_trace_id
 from tests.engine.serving import prompt
 
@@ -24,7 +24,7 @@ ONCE = math.inf
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: its orders to the children by name, and what else is special about it."""
+    """One request: its orders to the connectors by name, and what else is special about it."""
 
     steer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     document: bool = False
@@ -66,14 +66,16 @@ class Story:
 
     def configuration(self) -> dict[str, Any]:
         """Return the server's ``--kv-transfer-config``."""
-        disk = of_stack("BufferedChild", tag="disk", bad_stats=self.has_bad_stats)
-        config = multi_connector(host_memory(HOST_MEMORY), disk, of_stack("BestEffortChild", tag="remote"), names=NAMES)
+        disk = of_stack("BufferedConnector", tag="disk", bad_stats=self.has_bad_stats)
+        config = multi_connector(
+            host_memory(HOST_MEMORY), disk, of_stack("BestEffortConnector", tag="remote"), names=NAMES
+        )
         config["kv_connector_extra_config"]["kvobs"] |= OPTIONS | self.options
         return {**config, "kv_load_failure_policy": "recompute"}
 
 
 def of_stack(cls: str, **extra: Any) -> dict[str, Any]:
-    return {**child(cls, **extra), "kv_connector_module_path": "tests.stack.children"}
+    return {**entry(cls, **extra), "kv_connector_module_path": "tests.stack.connectors"}
 
 
 def load(tokens: int, rank_0: float, rank_1: float, **more: Any) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def save(rank_0: float, rank_1: float) -> dict[str, Any]:
     return {"promise": True, "save_ms": {"0": rank_0, "1": rank_1}}
 
 
-OPTIONS = {"isolate": ["remote"], "lookup_timeout_ms": 400, "link_gbps": {"remote": 0.1}}
+OPTIONS = {"best_effort": ["remote"], "lookup_timeout_ms": 400, "link_gbps": {"remote": 0.1}}
 DOCUMENT = Ask(document=True)
 PLAIN = Ask()
 HEALTHY = (
@@ -130,7 +132,7 @@ EVERYTHING = Story(
         (2.0, 0.0, Ask(headers={TRACEPARENT: "garbage"})),
         (2.0, 0.0, Ask(params={"kvobs": {TRACEPARENT: 7}})),
     ),
-    options={"stuck_after_s": 1.5, "slow_load_ms": 250, "verify": {"share": 1.0}},
+    options={"stuck_after_s": 1.5, "slow_load_ms": 250, "verify": {"sample_ratio": 1.0}},
     has_bad_stats=True,
     collector_is_down=(0.5, 0.65),
 )

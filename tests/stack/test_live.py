@@ -148,7 +148,7 @@ def test_an_alert_fires_for_real_and_names_the_guilty(name: str, store: str, run
     assert {series["metric"].get("connector") for series in found} == FIRING[name]
 
 
-def test_the_healthy_child_is_not_accused(run: Live) -> None:
+def test_the_healthy_connector_is_not_accused(run: Live) -> None:
     """But where the machine itself was so busy that its loads were slow, as their spans then say too.
 
     Advice is no accusation: this model is so small that computing may be quicker than loading, and then that is said.

@@ -1,4 +1,4 @@
-"""A real scheduler and two ranks whose first child is isolated; time is the test's."""
+"""A real scheduler and two ranks whose first connector is isolated; time is the test's."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from kvobs.schema.signals import CALL_ERRORS
 from kvobs.testing import Script
 from tests.support.numbers import numbers
 from tests.support.observed import KV, SYNC, Clocked, S
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 
 __all__ = ["KV", "SYNC", "Isolating", "S", "named"]
 
@@ -24,7 +24,7 @@ OF_WORKER = (
 
 
 class Isolating(Clocked):
-    """A rig whose first child is isolated, and its clock."""
+    """A rig whose first connector is isolated, and its clock."""
 
     def __init__(
         self,
@@ -37,15 +37,17 @@ class Isolating(Clocked):
         lag: int = 0,
         **more: Any,
     ) -> None:
-        connectors = [child_config(best, best_class), child_config(other, other_class)]
-        super().__init__(patch, connectors, {"names": ["best", "other"], "isolate": ["best"], **more}, ranks=2, lag=lag)
+        connectors = [entry_for(best, best_class), entry_for(other, other_class)]
+        super().__init__(
+            patch, connectors, {"names": ["best", "other"], "best_effort": ["best"], **more}, ranks=2, lag=lag
+        )
         self.side = self.rig.connector._side
 
     def step(self, steps: int = 1, seconds: float = 0.01) -> None:
         super().step(steps, seconds)
 
     def say(self, script: Script, **words: str) -> None:
-        """Let a child report on both ranks."""
+        """Let a connector report on both ranks."""
         for rank in (0, 1):
             script.say(rank, **words)
 
@@ -58,20 +60,20 @@ class Isolating(Clocked):
 
     @property
     def is_out(self) -> bool:
-        return bool(self.side.audience.isolation.is_out(0))
+        return bool(self.side.targets.isolation.is_out(0))
 
     def failures(self) -> int:
         """Return how many failed calls and answers of the isolated connector have been counted, on all ranks."""
         pages = [each._telemetry._recorders.page for each in (self.rig.connector, *self.rig.workers)]
-        return sum(n for page in pages for name, child, *_, n in numbers(page).opened if (name, child) == OF_BEST)
+        return sum(n for page in pages for name, index, *_, n in numbers(page).opened if (name, index) == OF_BEST)
 
     @property
     def epoch(self) -> int:
-        return int(self.side.audience.isolation.states()[0].epoch)
+        return int(self.side.targets.isolation.states()[0].epoch)
 
 
 def named(script: Script, request: str) -> list[tuple[str, Any]]:
-    """Return the calls of a child in which a request is named, by itself or in what it was shown."""
+    """Return the calls of a connector in which a request is named, by itself or in what it was shown."""
 
     def names(detail: Any) -> bool:
         if isinstance(detail, str):

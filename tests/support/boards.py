@@ -71,9 +71,9 @@ def selectors(expr: str) -> list[tuple[promql_parser.VectorSelector, list[promql
             found.append((node, around))
             return
         inside = [getattr(node, name, None) for name in ("expr", "lhs", "rhs", "vector_selector", "param")]
-        for child in (*inside, *getattr(node, "args", ())):
-            if isinstance(child, promql_parser.Expr):
-                visit(child, [*around, node])
+        for index in (*inside, *getattr(node, "args", ())):
+            if isinstance(index, promql_parser.Expr):
+                visit(index, [*around, node])
 
     visit(parse(expr), [])
     return found
@@ -132,7 +132,7 @@ def selections(board: Board) -> list[str]:
         labels += ["job", "instance"] if signal else []
         of = matchers(selector)
         is_about_engines = of.get("role") in OF_ONE_ROLE or of.get("connector") == ANY_CONNECTOR
-        labels += ["connector"] if signal and signal.scope is Scope.CHILD and not is_about_engines else []
+        labels += ["connector"] if signal and signal.scope is Scope.CONNECTOR and not is_about_engines else []
         labels += ["cluster"]
         or_none = ""
         if metric(selector) == "ALERTS":  # not all have all labels

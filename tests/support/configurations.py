@@ -15,7 +15,7 @@ from kvobs.cli.check.result import CheckResult
 from kvobs.connector import get_kv_connector_cache_layout
 from kvobs.schema.config import PATH
 from kvobs.testing import Script, cache_config, engine_config
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 
 TWO = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("DecodeBenchConnector", "ExampleConnector")]
 
@@ -50,7 +50,7 @@ def starts(config: Mapping[str, Any]) -> bool:
 
 
 def scripted(cls: str = "ScriptedConnector", **more: Any) -> dict[str, Any]:
-    return child_config(Script(cls), cls, **more)
+    return entry_for(Script(cls), cls, **more)
 
 
 def check(config: Mapping[str, Any], *flags: Flags) -> CheckResult:

@@ -129,7 +129,7 @@ def journal() -> Journal:
 
 def lookup(*offers: tuple[int, int], local: int = 0, **more: Any) -> LookupResult:
     """Return the result of a lookup; ``offers`` are connectors and tokens."""
-    return LookupResult([Offer(child, tokens, True) for child, tokens in offers], local, **more)
+    return LookupResult([Offer(index, tokens, True) for index, tokens in offers], local, **more)
 
 
 def no_otel_variables(patch: pytest.MonkeyPatch, **variables: str) -> None:

@@ -24,15 +24,15 @@ from kvobs.page.description import Identity
 from kvobs.page.layout import ORDINARY, URGENT
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
-from kvobs.schema.signals import place, slot
+from kvobs.schema.signals import slot, word
 from kvobs.schema.spans import Reason
 from tests.support.contexts import record
 from tests.support.watched import config
 from tests.support.written import engine
 
-HIT = place(0, slot(signals.LOOKUPS, "hit"))
+HIT = word(0, slot(signals.LOOKUPS, "hit"))
 HITS = ("kvobs_lookups_total", "connector", "one", "outcome", "hit")
-LOAD = place(0, slot(signals.LOAD_DURATION, "async"))
+LOAD = word(0, slot(signals.LOAD_DURATION, "async"))
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:

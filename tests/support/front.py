@@ -11,7 +11,7 @@ from kvobs.page.description import Identity
 from kvobs.schema.options import Options
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.testing import Script, engine_config, transfer_config
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 
 LABELS = {"model_name": "tiny", "engine": "0"}
 REAL: Any = {kind: kind for kind in (Counter, Gauge, Histogram)}
@@ -45,8 +45,8 @@ class Front:
         self.registry.register(self.shown.collector)
 
     def value(self, name: str, connector: str | None, **labels: str) -> float | None:
-        of_child = {} if connector is None else {"connector": connector}
-        return self.registry.get_sample_value(name, {**LABELS, **of_child, **labels})
+        of_connector = {} if connector is None else {"connector": connector}
+        return self.registry.get_sample_value(name, {**LABELS, **of_connector, **labels})
 
     def export_spans(self) -> None:
         """Export all spans that were written, and wait until they are with the collector."""
@@ -54,8 +54,8 @@ class Front:
             totals.engine.find()
         self.shown.export_spans(is_last=True)
         if self.shown._spans is not None:
-            self.shown._spans.cutter._processor.force_flush()
+            self.shown._spans.converter._processor.force_flush()
 
 
 def metered(tag: str, cls: str = "MeteredConnector", **more: Any) -> dict[str, Any]:
-    return child_config(Script(tag), cls, **more)
+    return entry_for(Script(tag), cls, **more)

@@ -40,7 +40,7 @@ from tests.support.contained import contain
 from tests.support.front import Front
 from tests.support.numbers import numbers
 from tests.support.observed import KV, SUFFIX, SYNC, S
-from tests.support.rig import child_config, forget_unused
+from tests.support.rig import entry_for, forget_unused
 from tests.support.scripted import Stats
 from tests.support.traced import SAMPLED, Traced
 
@@ -136,7 +136,7 @@ class _Living:
         self.scripts = {name: Script(name) for name in NAMES}
         self.scripts["absent"].raises["__init__"] = OSError("no disk")
         classes = ("ScriptedConnector", *("BestEffortConnector",) * 2, *("PeerConnector",) * 2)
-        connectors = [child_config(self.scripts[name], cls) for name, cls in zip(NAMES, classes, strict=True)]
+        connectors = [entry_for(self.scripts[name], cls) for name, cls in zip(NAMES, classes, strict=True)]
         connectors[0]["kv_connector_extra_config"] = {"tag": "cpu", "bytes": 1_024_000}
         connectors[-1]["kv_role"] = "kv_consumer"
         patch.setattr(Traced, "make_rig", Cached)
@@ -146,14 +146,14 @@ class _Living:
             *self.scripts.values(),
             connectors=connectors,
             names=NAMES,
-            isolate=["flaky", "absent"],
-            isolate_slow_ms=60_000,
+            best_effort=["flaky", "absent"],
+            best_effort_slow_ms=60_000,
             min_tokens={"cpu": 2 * BLOCK},
             link_gbps={"far": 400},
             lookup_timeout_ms=100_000,
             stuck_after_s=0.5,
             request_log=str(self.path),
-            verify={"share": 1.0},
+            verify={"sample_ratio": 1.0},
         )
         self.engine.token_s = 0.005
         self.other = _begin_other(self.engine)

@@ -13,7 +13,7 @@ from kvobs.page.span_ring import SpanReader
 from kvobs.page.writer import PageWriter
 from kvobs.probe.pure import PureProbe
 from kvobs.probe.recorder import Recorder
-from kvobs.schema.signals import SERIES, Kind, Scope, place
+from kvobs.schema.signals import SERIES, Kind, Scope, word
 from kvobs.schema.spans import Record
 
 _GAUGES = {scope: [series.first for series in SERIES[scope] if series.signal.kind is Kind.GAUGE] for scope in SERIES}
@@ -38,12 +38,17 @@ def numbers(of: Recorder | PageWriter) -> Numbers:
         for fan_outs in of.probe._short:
             of.probe.settle(fan_outs)
     at = page.layout
-    children = range(at.connectors)
-    gauges = {*_GAUGES[Scope.PROCESS], *(place(child, first) for child in children for first in _GAUGES[Scope.CHILD])}
+    connectors = range(at.connectors)
+    gauges = {
+        *_GAUGES[Scope.PROCESS],
+        *(word(connector, first) for connector in connectors for first in _GAUGES[Scope.CONNECTOR]),
+    }
     words = page.words[at.counts : at.counts + at.slots].tolist()
     counts = {slot: n for slot, n in enumerate(words) if n and slot not in gauges}
     found = np.array(page.words[at.rows : at.rows + at.row_count * ROW].tolist()).reshape(-1, ROW)
-    opened = [[signal.name, child, *values, n] for (signal, child, values), n in rows.read(found, at.connectors)]
+    opened = [
+        [signal.name, connector, *values, n] for (signal, connector, values), n in rows.read(found, at.connectors)
+    ]
     return Numbers(counts, opened, {slot: words[slot] - 1 for slot in sorted(gauges) if words[slot]})
 
 

@@ -16,7 +16,7 @@ from kvobs.telemetry import scheduler_telemetry, transfers
 from kvobs.telemetry.transfers import gains, open_transfers
 from kvobs.testing import BLOCK, Rig, Script, engine_config
 from tests.support.front import Front
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 
 S = 10**9
 STEP_S = 0.2
@@ -85,7 +85,7 @@ class Observed(Clocked):
         self.scripts = scripts
         self.rank_s: dict[int, float] = {}  # how much later than the scheduler's a rank's clock strikes
         self.token_s = 0.0  # how long a step computes, by token
-        connectors = connectors or [child_config(script) for script in scripts]
+        connectors = connectors or [entry_for(script) for script in scripts]
         kvobs = {"names": NAMES, **kvobs}
         super().__init__(patch, connectors, kvobs, ranks=ranks, policy=policy, **(rig or {}))
         transfer = self.rig.scheduler.vllm_config.kv_transfer_config
@@ -104,10 +104,10 @@ class Observed(Clocked):
 
         patch.setattr(self.rig, "_work", late)
 
-    def value(self, metric: str, child: str | None = "one", **labels: str) -> float:
+    def value(self, metric: str, connector: str | None = "one", **labels: str) -> float:
         """Return what Prometheus reads, 0 where there is no such series."""
         self._deliver()
-        return self.front.value(metric, child, engine=str(ENGINE), **labels) or 0
+        return self.front.value(metric, connector, engine=str(ENGINE), **labels) or 0
 
     def series(self, metric: str, engine: int = ENGINE) -> dict[tuple[str, ...], float]:
         """Return label values, in the order of their names, without vLLM's -> number, of all series of a metric."""

@@ -34,7 +34,7 @@ def passed(*arguments: object, **more: Any) -> str:
 def answers(
     tmp_path: Path, series: dict[str, str], expr: str, at: str = "10m", label: str = "connector"
 ) -> dict[str, float]:
-    """Return an expression's values by child, or another label, for series written without host labels."""
+    """Return an expression's values by connector, or another label, for series written without host labels."""
     filled = re.sub(r"\$(job|instance|model_name|engine|connector|role)\b", ".+", expr)
     filled = filled.replace("$__rate_interval", "4m").replace("$cluster", ".*")
     whole = {

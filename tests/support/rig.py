@@ -14,8 +14,8 @@ from tests.support.probes import counts
 T = TypeVar("T")
 
 
-def child_config(script: Script, cls: str = "ScriptedConnector", **more: Any) -> dict[str, Any]:
-    """Return the ``connectors`` entry of a scripted child of any class."""
+def entry_for(script: Script, cls: str = "ScriptedConnector", **more: Any) -> dict[str, Any]:
+    """Return the ``connectors`` entry of a scripted connector of any class."""
     return entry_of(script, **{"kv_connector": cls, "kv_connector_module_path": "tests.support.scripted", **more})
 
 
@@ -42,19 +42,19 @@ def observer_of(rig: Rig, kind: type[T]) -> T | None:
     return next((each for each in rig.connector._side.observer.observers if isinstance(each, kind)), None)
 
 
-def counted(rig: Rig, metric: str, child: int, *labels: str) -> int:
+def counted(rig: Rig, metric: str, index: int, *labels: str) -> int:
     """Return what all processes have counted."""
     routers = (rig.connector, *rig.workers)
-    return sum(counts_of(router._telemetry._recorders.recorder, child, metric, *labels) for router in routers)
+    return sum(counts_of(router._telemetry._recorders.recorder, index, metric, *labels) for router in routers)
 
 
-def counts_of(recorder: Recorder, child: int, metric: str, *labels: str) -> int:
+def counts_of(recorder: Recorder, index: int, metric: str, *labels: str) -> int:
     """Return what a recorder has counted."""
-    return counts(recorder).get(_place(child, metric, *labels), 0)
+    return counts(recorder).get(_place(index, metric, *labels), 0)
 
 
-def _place(child: int, metric: str, *labels: str) -> int:
-    return signals.place(child, signals._BY_VALUES[(metric, *labels)].first)
+def _place(index: int, metric: str, *labels: str) -> int:
+    return signals.word(index, signals._BY_VALUES[(metric, *labels)].first)
 
 
 def forget_unused(rig: Rig) -> None:
@@ -65,7 +65,7 @@ def forget_unused(rig: Rig) -> None:
 
 
 def assert_gone_after(rig: Rig, script: Script, steps: int, rank: int = 0, **said: str) -> None:
-    """Let a child say something on a rank: some steps later vLLM must be done with the request "r"."""
+    """Let a connector say something on a rank: some steps later vLLM must be done with the request "r"."""
     script.say(rank, **said)
     rig.run(steps)
     assert rig.status("r") == "gone"
@@ -77,10 +77,10 @@ def assert_nothing_is_left(rig: Rig) -> None:
     assert rig.scheduler.requests == {}
     assert rig.free_blocks == rig.scheduler.kv_cache_config.num_blocks - 1
     side = rig.connector._side
-    assert (len(side.ledger._entries), len(side.offers._asked), side.next_orders.made) == (0, 0, None)
-    assert side.audience._open_lookups._open == {}
-    assert not any(visibility or visibility._over for visibility in side.audience._visibility)
-    assert all(asked == {} for asked in side.audience.isolation._asked.values())
+    assert (len(side.ledger._entries), len(side.lookups._asked), side.next_orders.made) == (0, 0, None)
+    assert side.targets._open_lookups._open == {}
+    assert not any(visibility or visibility._over for visibility in side.targets._visibility)
+    assert all(asked == {} for asked in side.targets.isolation._asked.values())
     assert not observer_of(rig, Traces)
     assert not observer_of(rig, UrgentLoads)
     assert not observer_of(rig, Reports)

@@ -194,7 +194,7 @@ def replace_clock(clock: Callable[[], int], replace: Callable[[object, str, Any]
 
 
 class Writes:
-    """An audit hook that notes which files kvobs opens for writing; what its children write is theirs."""
+    """An audit hook that notes which files kvobs opens for writing; what its connectors write is theirs."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note

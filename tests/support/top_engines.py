@@ -22,7 +22,7 @@ from kvobs.page import writer
 from kvobs.page.description import ConnectorInfo, EngineInfo, Identity
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import __version__
-from kvobs.schema.signals import ENGINE_UP, LOCAL_CACHE_TOKENS, OPEN_COUNTERS, Signal, slot
+from kvobs.schema.signals import DYNAMIC_COUNTERS, ENGINE_UP, LOCAL_CACHE_TOKENS, Signal, slot
 from kvobs.testing.rig import base_config
 from tests.support import watched
 from tests.support.front import Front, metered
@@ -47,7 +47,7 @@ class Engines:
         opened: list[list[Any]] | None = None,
         engine: int = 0,
     ) -> None:
-        """Let one engine record; gauges are (child, signal, values...) -> value, ``opened`` rows of open series."""
+        """Let one engine record; gauges are (connector, signal, values...) -> value, ``opened`` rows of open series."""
         _record(self.recorders[engine], record, gauges or {}, opened or [])
 
     @property
@@ -81,8 +81,8 @@ class Vllm:
         return "".join(line for line in lines if "vllm:" in line)
 
 
-def count(recorder: Recorder, child: int, signal: Signal, n: int, *values: str) -> None:
-    recorder.count(child, slot(signal, *values), n)
+def count(recorder: Recorder, index: int, signal: Signal, n: int, *values: str) -> None:
+    recorder.count(index, slot(signal, *values), n)
 
 
 def unserved(
@@ -179,10 +179,10 @@ def _record(
     opened: list[list[Any]],
 ) -> None:
     record(recorder)
-    for (child, signal, *values), value in gauges.items():
-        recorder.set_gauge(child, slot(signal, *values), value)
-    for name, child, *values, n in opened:
-        recorder.count_open(child, next(signal for signal in OPEN_COUNTERS if signal.name == name), *values, n=n)
+    for (index, signal, *values), value in gauges.items():
+        recorder.set_gauge(index, slot(signal, *values), value)
+    for name, index, *values, n in opened:
+        recorder.count_dynamic(index, next(signal for signal in DYNAMIC_COUNTERS if signal.name == name), *values, n=n)
 
 
 @contextmanager

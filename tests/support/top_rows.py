@@ -61,7 +61,7 @@ SERVER = Server(
 
 
 def busy(recorder: Recorder) -> None:
-    """Let the first child be asked ten times and load four times, the second fail."""
+    """Let the first connector be asked ten times and load four times, the second fail."""
     for outcome, n in (("hit", 6), ("miss", 1), ("timeout", 1), ("pending", 2)):
         count(recorder, 0, signals.LOOKUPS, n, outcome)
     count(recorder, 0, signals.LOADS, 4, "async", "ok")

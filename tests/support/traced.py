@@ -53,7 +53,7 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 
 def load(engine: Traced, request: str = "r", by: Script | None = None, **headers: Any) -> None:
-    """Let a request load, from the first child by default: the ranks report one and two steps after the order."""
+    """Let a request load, from the first connector by default: the ranks report one and two steps after the order."""
     by = by or engine.scripts[0]
     engine.rig.add(request, max_tokens=1, **headers)
     engine.step(2)

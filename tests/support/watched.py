@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvobs.connectors.child import Child
+from kvobs.connectors.sub_connector import SubConnector
 from kvobs.log import log as log_
 from kvobs.page import writer
 from kvobs.page.calls import pack
@@ -50,10 +50,10 @@ WRITERS: WeakKeyDictionary[PageWriter, Probe] = WeakKeyDictionary()
 
 
 def note(
-    box: PageWriter, child: int, hook: str, begin_ns: int, spent_ns: int, *, calls: int = 1, raised: bool = False
+    box: PageWriter, index: int, hook: str, begin_ns: int, spent_ns: int, *, calls: int = 1, raised: bool = False
 ) -> None:
     """Write the record of a call, or of so many calls."""
-    marks = box.marks(child, hook)
+    marks = box.marks(index, hook)
     probe = WRITERS.setdefault(box, native.probe(box.words, box.layout.ring, bytes(65), SUM))
     probe.note(begin_ns, spent_ns, pack(marks, calls, has_raised=raised))
     ended = box.fan_outs(hook) + 1 if hook in ARGUMENTS else marks + 1
@@ -148,8 +148,8 @@ def _call(engine: str, rank: int | None, fault: str, hook: str, begins: Callable
 
     if hook in ARGUMENTS:
         connectors = [SimpleNamespace(**{hook: well}), SimpleNamespace(**{hook: call})]
-        children = [Child(i, NAMES[i], one, recorder) for i, one in enumerate(connectors)]
-        recorded: Any = LayerCalls(hook, [child.layer_target(hook) for child in children], recorder).fan_out
+        count = [SubConnector(i, NAMES[i], one, recorder) for i, one in enumerate(connectors)]
+        recorded: Any = LayerCalls(hook, [connector.layer_target(hook) for connector in count], recorder).fan_out
         arguments: tuple[Any, ...] = (None,) * len(ARGUMENTS[hook])
     else:
         recorder.timed(0, hook, well)()

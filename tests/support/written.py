@@ -17,16 +17,16 @@ from kvobs.page.description import ConnectorInfo, EngineInfo, Identity
 from kvobs.page.layout import ORDINARY, URGENT
 from kvobs.page.writer import PageWriter
 from kvobs.schema import signals
-from kvobs.schema.signals import CHILD_WIDTH, OPEN_COUNTERS, PROCESS_WIDTH, SERIES, Kind, Scope, Signal
+from kvobs.schema.signals import CONNECTOR_WIDTH, DYNAMIC_COUNTERS, PROCESS_WIDTH, SERIES, Kind, Scope, Signal
 from kvobs.schema.spans import Record
 from tests.support.watched import config
 
 CONNECTORS = ("one", "two")
-_GAUGES = [series for series in SERIES[Scope.CHILD] if series.signal.kind is Kind.GAUGE]
+_GAUGES = [series for series in SERIES[Scope.CONNECTOR] if series.signal.kind is Kind.GAUGE]
 _COUNTED = [
-    (series.first + offset) + (PROCESS_WIDTH + CHILD_WIDTH * child if scope is Scope.CHILD else 0)
-    for scope in (Scope.PROCESS, Scope.CHILD)
-    for child in range(len(CONNECTORS) if scope is Scope.CHILD else 1)
+    (series.first + offset) + (PROCESS_WIDTH + CONNECTOR_WIDTH * index if scope is Scope.CONNECTOR else 0)
+    for scope in (Scope.PROCESS, Scope.CONNECTOR)
+    for index in range(len(CONNECTORS) if scope is Scope.CONNECTOR else 1)
     for series in SERIES[scope]
     if series.signal.kind is not Kind.GAUGE
     for offset in range(series.width)
@@ -107,8 +107,8 @@ class Numbers(NamedTuple):
         """Let a process count this."""
         for slot, n in self.counts.items():
             page.add(slot, n)
-        for (signal, child, values), n in self.rows.items():
-            page.rows.add(signal, child, values, n)
+        for (signal, index, values), n in self.rows.items():
+            page.rows.add(signal, index, values, n)
         for slot, value in self.gauges.items():
             page.set_gauge(slot, value)
 
@@ -118,16 +118,16 @@ def numbers(draw: Callable[..., Any], at_most: int = 2**40) -> Numbers:
     """Draw what one process has counted."""
     counts = draw(st.dictionaries(st.sampled_from(_COUNTED), st.integers(1, at_most), max_size=12))
     gauges = {
-        signals.place(child, series.first): value
-        for series, child, value in draw(
+        signals.word(index, series.first): value
+        for series, index, value in draw(
             st.lists(st.tuples(st.sampled_from(_GAUGES), st.integers(0, 1), st.integers(0, 2**60)), max_size=3)
         )
     }
     text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=5)
     rows = {
-        (signal, child, draw(st.tuples(*[text for _ in signal.labels]))): n
-        for signal, child, n in draw(
-            st.lists(st.tuples(st.sampled_from(OPEN_COUNTERS), st.integers(0, 1), st.integers(1, 9)), max_size=3)
+        (signal, index, draw(st.tuples(*[text for _ in signal.labels]))): n
+        for signal, index, n in draw(
+            st.lists(st.tuples(st.sampled_from(DYNAMIC_COUNTERS), st.integers(0, 1), st.integers(1, 9)), max_size=3)
         )
     }
     return Numbers(counts, rows, gauges)

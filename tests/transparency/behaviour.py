@@ -1,7 +1,7 @@
-"""What a recording child answers: a function of the life, the child, the request and the number of the call.
+"""What a recording connector answers: a function of the life, the connector, the request and the number of the call.
 
-The scheduler's half and the workers' halves of a child know of each other only through its metadata, as real ones do.
-``Books`` is the test's own view of all of them: it knows which report is stray, and whose.
+The scheduler's half and the workers' halves of a connector know of each other only through its metadata, as real ones
+do. ``Books`` is the test's own view of all of them: it knows which report is stray, and whose.
 """
 
 from collections import Counter
@@ -22,16 +22,16 @@ TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)  # vLLM
 
 @dataclass
 class Books:
-    """Who really loads and saves what, over all children."""
+    """Who really loads and saves what, over all connectors."""
 
     life: Life
     run: Run
-    loads: dict[str, tuple[int, Load]] = field(default_factory=dict)  # open for vLLM: request -> child, load
+    loads: dict[str, tuple[int, Load]] = field(default_factory=dict)  # open for vLLM: request -> connector, load
     promised: dict[str, set[int]] = field(default_factory=dict)
     tails: dict[str, set[int]] = field(default_factory=dict)
-    answered: Counter[str] = field(default_factory=Counter)  # children that answered at a request's end
+    answered: Counter[str] = field(default_factory=Counter)  # connectors that answered at a request's end
     failed: set[tuple[int, str]] = field(default_factory=set)
-    saved: set[tuple[int, int, str]] = field(default_factory=set)  # reported: child, rank, request
+    saved: set[tuple[int, int, str]] = field(default_factory=set)  # reported: connector, rank, request
     alive: list[str] = field(default_factory=list)  # requests that the scheduler knows
 
     def arrive(self, request: str) -> None:
@@ -46,16 +46,16 @@ class Books:
         """Note that vLLM has been given this load."""
         self.loads.pop(request, None)
 
-    def end(self, request: str, child: int, promises: bool) -> None:
-        """Note a child's answer at a request's end."""
+    def end(self, request: str, index: int, promises: bool) -> None:
+        """Note a connector's answer at a request's end."""
         if promises:
-            self.promised.setdefault(request, set()).add(child)
+            self.promised.setdefault(request, set()).add(index)
             self.run.seen["save promised"] += 1
             self.run.seen["save promised by several"] += len(self.promised[request]) > 1
             if request in self.loads and self.loads[request][1].is_async:
                 self.run.mark(Cause.TWO_COMPLETIONS, request)
         self.answered[request] += 1
-        if self.answered[request] == len(self.life.children):
+        if self.answered[request] == len(self.life.connectors):
             tails, promised = self.tails.get(request, set()), self.promised.get(request, set())
             if tails and request in self.loads and self.loads[request][1].is_async:
                 self.run.mark(Cause.TWO_COMPLETIONS, request)
@@ -65,11 +65,11 @@ class Books:
 
 
 class Half:
-    """A child in one process; ``on_`` and its name answers a hook, others do what vLLM's base class does."""
+    """A connector in one process; ``on_`` and its name answers a hook, others do what vLLM's base class does."""
 
     def __init__(self, connector: Any, life: Life, index: int, books: Books) -> None:
         self.connector, self.life, self.index, self.books = connector, life, index, books
-        self.character: Character = life.children[index]
+        self.character: Character = life.connectors[index]
         self.one_reports = life.one_reports or self.character.one_reports
 
     def dice(self, *what: object) -> float:
@@ -80,7 +80,7 @@ class Half:
 
 
 class SchedulerHalf(Half):
-    """A child in the scheduler's process."""
+    """A connector in the scheduler's process."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -120,7 +120,7 @@ class SchedulerHalf(Half):
         return tokens, is_async
 
     def _stored(self, request: Any, is_async: bool) -> int:
-        """Return how many of the request's first tokens this child has."""
+        """Return how many of the request's first tokens this connector has."""
         block, have = self.life.block, request.num_tokens
         if is_async and self.happens(self.character.ragged, "ragged", request.request_id):
             return have
@@ -167,7 +167,7 @@ class SchedulerHalf(Half):
         return Message(self.index, self._messages, loads, saves)
 
     def on_update_connector_output(self, connector_output: Any) -> None:
-        """Do to the workers' output what this child does to it."""
+        """Do to the workers' output what this connector does to it."""
         output = connector_output
         if self.character.writes == RECEIVES:
             for name in _due(self._receipts):
@@ -202,7 +202,7 @@ class SchedulerHalf(Half):
         if promises or self.index in self.books.tails.get(name, ()):
             self._saves.append(Save(name))
         self.books.end(name, self.index, promises)
-        return promises, {f"child {self.index}": name} if self.happens(0.2, "params", name) else None
+        return promises, {f"connector {self.index}": name} if self.happens(0.2, "params", name) else None
 
     def on_register_finished_partial_tail(self, request: Any, block_ids: Any, partial_tail_offloads: Any) -> bool:
         name, character = request.request_id, self.character
@@ -217,7 +217,7 @@ class SchedulerHalf(Half):
         return 1 if self.one_reports else None
 
     def on_take_events(self) -> Any:
-        events = [f"an event of child {self.index}"] if self._at_times(self.character.chats, "events") else []
+        events = [f"an event of connector {self.index}"] if self._at_times(self.character.chats, "events") else []
         return iter(events) if self.index % 2 else events
 
     def on_has_pending_block_frees(self) -> bool:
@@ -233,7 +233,7 @@ class SchedulerHalf(Half):
         """Take those of every stage; vLLM's base class raises."""
 
     def on_get_kv_connector_stats(self) -> Count | None:
-        return Count.of(f"child {self.index}") if self._at_times(self.character.chats, "stats") else None
+        return Count.of(f"connector {self.index}") if self._at_times(self.character.chats, "stats") else None
 
     def _at_times(self, probability: float, what: str) -> bool:
         """Return whether something happens at this call."""
@@ -241,7 +241,7 @@ class SchedulerHalf(Half):
 
 
 class WorkerHalf(Half):
-    """A child in one worker."""
+    """A connector in one worker."""
 
     def __init__(self, *args: Any, rank: int) -> None:
         super().__init__(*args)
@@ -328,7 +328,7 @@ class WorkerHalf(Half):
         return fails and (self.rank == 0 or self.happens(0.5, "fails everywhere", load.request))
 
     def _stray(self, saved: set[str], received: set[str], failed: set[str]) -> None:
-        """Add a report about a request that is not this child's, now and then."""
+        """Add a report about a request that is not this connector's, now and then."""
         alive = self.books.alive
         if not alive or not self.happens(self.character.strays, "stray", self.step):
             return
@@ -352,9 +352,9 @@ class WorkerHalf(Half):
         self._bad = [(at, blocks) for at, blocks in self._bad if at > self.step]
         found = set().union(*due)
         others = [
-            (child, load)
-            for child, load in self.books.loads.values()
-            if child != self.index and load.blocks[0] and not self.books.run.spares(load.request)
+            (index, load)
+            for index, load in self.books.loads.values()
+            if index != self.index and load.blocks[0] and not self.books.run.spares(load.request)
         ]
         if others and self.life.groups == 1 and self.happens(self.character.strays, "stray blocks", self.step):
             owner, load = others[0]
@@ -365,16 +365,16 @@ class WorkerHalf(Half):
         return found
 
     def on_get_kv_connector_kv_cache_events(self) -> Events | None:
-        return Events(f"child {self.index} rank {self.rank} {self.step}") if self._at_times("events") else None
+        return Events(f"connector {self.index} rank {self.rank} {self.step}") if self._at_times("events") else None
 
     def on_build_connector_worker_meta(self) -> Note | None:
         return Note({self.rank: self.step}) if self._at_times("note") else None
 
     def on_get_handshake_metadata(self) -> Handshake:
-        return Handshake(f"child {self.index} rank {self.rank}")
+        return Handshake(f"connector {self.index} rank {self.rank}")
 
     def on_get_kv_connector_stats(self) -> Count | None:
-        return Count.of(f"child {self.index}") if self._at_times("stats") else None
+        return Count.of(f"connector {self.index}") if self._at_times("stats") else None
 
     def _at_times(self, what: str) -> bool:
         return self.happens(self.character.chats, what, self.step, self.rank)

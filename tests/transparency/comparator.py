@@ -1,7 +1,8 @@
 """Compare what a life was with vLLM's MultiConnector and with kvobs's, call by call.
 
 Up to the first mark both must be the same, but for what ``docs.deviations`` declares. A mark stands where a
-child does something that vLLM's own class cannot handle: from there on only kvobs is looked at, which must end well.
+connector does something that vLLM's own class cannot handle: from there on only kvobs is looked at, which must end
+well.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,12 +37,12 @@ class Verdict:
     def stock_end(self) -> str:
         """Return how the life ended with vLLM's own class."""
         if self.stock.raised:
-            return "ended by a child"
+            return "ended by a connector"
         return "died" if self.stock.error else "left something" if self.stock.left else "lived"
 
 
 def _stats(entry: Entry, life: Life) -> Entry:
-    """Leave out the stats in the output that are not the child's own."""
+    """Leave out the stats in the output that are not the connector's own."""
     if entry.hook != "update_connector_output":
         return entry
     own = COUNTED + entry.who.removesuffix(" scheduler")
@@ -62,7 +63,7 @@ def _without_field(entry: Entry, field: str) -> Entry:
 
 
 def _empty_outputs(entry: Entry, life: Life) -> Entry | None:
-    """Leave out that a child was shown an output in which nothing is."""
+    """Leave out that a connector was shown an output in which nothing is."""
     if entry.hook != "update_connector_output" or not life.running.is_uni:
         return entry
     _, *fields = entry.arguments[0]
@@ -73,7 +74,7 @@ EMPTY = (None, 0, (), ("set",))
 
 
 def _counts(entry: Entry, life: Life) -> Entry | None:
-    """Leave out that children are asked how many ranks report, where vLLM's own class does not ask them."""
+    """Leave out that connectors are asked how many ranks report, where vLLM's own class does not ask them."""
     if entry.hook == "get_finished_count" and not STOCK_ASKS:
         return None
     return _without_field(entry, "expected_finished_count") if life.one_reports else entry
@@ -85,7 +86,7 @@ ALLOWED: dict[str, Callable[[Entry, Life], Entry | None]] = {
         None if entry.hook == "get_kv_connector_kv_cache_events" else _without_field(entry, "kv_cache_events")
     ),
     "own-stats-shown": _stats,
-    "finished-counts-by-child": _counts,
+    "finished-counts-by-connector": _counts,
     "empty-outputs-shown": _empty_outputs,  # once the fields above are out
 }
 """By the name of a declared deviation, what is left out of both runs for it."""
@@ -97,7 +98,7 @@ FROM_HERE: dict[Cause, str] = {
     Cause.EARLY_SAVE: "early-saves-held",
     Cause.TAILS: "partial-tails-counted",
     Cause.TWO_COMPLETIONS: "one-completion",
-    Cause.COUNTED_FAILURE: "finished-counts-by-child",
+    Cause.COUNTED_FAILURE: "finished-counts-by-connector",
     Cause.OFFERED_AGAIN: "failed-load-not-repeated",
 }
 """By the cause of a mark, the declared deviation that takes effect there."""
@@ -139,7 +140,7 @@ def _comparable(entries: Iterable[Entry], life: Life) -> Iterable[Entry]:
 def _judge_ends(life: Life, stock: Run, kvobs: Run) -> str | None:
     """Look at how the lives ended: kvobs must come through all of them, and what ends stock must have a name."""
     if stock.raised != kvobs.raised and not stock.causes:
-        return f"a child's exception reaches vLLM with one router: {stock.raised} - {kvobs.raised}"
+        return f"a connector's exception reaches vLLM with one router: {stock.raised} - {kvobs.raised}"
     is_vllms_own = hangs_in_vllm(life, stock) and (stock.left, stock.error) == (kvobs.left, kvobs.error)
     if kvobs.raised or is_vllms_own:
         return None

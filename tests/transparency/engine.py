@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 from tests.support.rig import assert_nothing_is_left
 from tests.support.runners import ATTENTION, LAYERS, TOKEN, Overlapping
-from tests.transparency.children import CLASSES, STAGES, ChildError, Stage
+from tests.transparency.connectors import CLASSES, STAGES, ConnectorError, Stage
 from tests.transparency.life import PLAIN, Life, Plan
 from tests.transparency.record import VLLM, Run, counted
 
@@ -40,7 +40,7 @@ def live(life: Life, router: str, **options: Any) -> Run:
         Engine(stage, tag, router, options).live()
     except Exception as error:
         run.error = "".join(traceback.format_exception(error)[-3:])
-        run.raised = str(error) if type(error) is ChildError else None
+        run.raised = str(error) if type(error) is ConnectorError else None
     finally:
         del STAGES[tag]
         run.forget()
@@ -55,15 +55,15 @@ class InOrder(set[str]):
 
 
 def entries_of(life: Life, tag: str) -> list[dict[str, Any]]:
-    """Return the entries of ``connectors`` for a life's children on the stage of this tag."""
+    """Return the entries of ``connectors`` for a life's connectors on the stage of this tag."""
     return [
         {
             "kv_connector": CLASSES[character.shape],
-            "kv_connector_module_path": "tests.transparency.children",
+            "kv_connector_module_path": "tests.transparency.connectors",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"stage": tag, "child": index},
+            "kv_connector_extra_config": {"stage": tag, "connector": index},
         }
-        for index, character in enumerate(life.children)
+        for index, character in enumerate(life.connectors)
     ]
 
 
@@ -86,7 +86,7 @@ class Engine(Overlapping):
             groups=life.groups,
             policy=life.policy,
             context_parallel=life.dcp,
-            hybrid=all(child.shape != PLAIN for child in life.children),
+            hybrid=all(connector.shape != PLAIN for connector in life.connectors),
         )
         self._names: set[str] = set()
         self._inputs: list[tuple[int, Plan, Request]] = []  # when they come, to which request
@@ -112,7 +112,7 @@ class Engine(Overlapping):
     def _offer_tails(self) -> None:
         """Let this vLLM offer a partial tail at the end of a request; the tiny model's cache has none by itself."""
         manager = self.scheduler.kv_cache_manager
-        if hasattr(manager, "finalize_partial_tail_offloads") and any(c.tails for c in self._life.children):
+        if hasattr(manager, "finalize_partial_tail_offloads") and any(c.tails for c in self._life.connectors):
             manager.finalize_partial_tail_offloads = lambda request: [(0, 1, 1)] if request.num_computed_tokens else []
 
     def _note_answers(self) -> None:

@@ -18,14 +18,14 @@ VERSION = tuple(map(int, __version__.split(".")[:2]))
 TAKES_EQUAL_GROUPS = VERSION >= (0, 30)
 """Whether this vLLM takes several KV cache groups of one kind."""
 STOCK_ASKS = VERSION >= (0, 30)
-"""Whether vLLM's own router asks its children how many ranks report, or waits for all of them for ever."""
+"""Whether vLLM's own router asks its connectors how many ranks report, or waits for all of them for ever."""
 
 STREAMS = VERSION >= (0, 32)
 """Whether vLLM's scheduler keeps a stream whose turn ends while a step is under way."""
 
 V2 = Running(is_v2=True)
 FULL, PLAIN, LEAN = "full", "plain", "lean"
-"""Shapes of a child: every hook and HMA; every hook, without HMA; the hooks that vLLM cannot do without."""
+"""Shapes of a connector: every hook and HMA; every hook, without HMA; the hooks that vLLM cannot do without."""
 
 RAISING = (
     *("update_state_after_alloc",) * 3,
@@ -34,15 +34,15 @@ RAISING = (
     *("handle_preemptions", "bind_connector_metadata", "start_load_kv", "save_kv_layer", "wait_for_save"),
     *("get_transfer_results", "get_kv_connector_stats", "build_connector_worker_meta", "clear_connector_metadata"),
 )
-"""Hooks in one of which a child of some lives raises."""
+"""Hooks in one of which a connector of some lives raises."""
 
 RECEIVES, WITHDRAWS = "receives", "withdraws"
-"""What a child does to the output in ``update_connector_output``: reports its loads there, or takes saves back."""
+"""What a connector does to the output in ``update_connector_output``: reports its loads there, or takes saves back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Character:
-    """How one child behaves; every number is a probability."""
+    """How one connector behaves; every number is a probability."""
 
     shape: str = FULL
     hits: float = 0.0
@@ -106,7 +106,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    children: tuple[Character, ...]
+    connectors: tuple[Character, ...]
     plans: tuple[Plan, ...]
     resets: tuple[Reset, ...] = ()
     pauses: tuple[Pause, ...] = ()
@@ -121,7 +121,7 @@ class Life:
     most_running: int = 4
     by_priority: bool = False  # else first come, first served
     drafts: int = 0  # tokens that are drafted for each request and step
-    one_reports: bool = False  # every child says that one rank's report is enough, and the first alone reports
+    one_reports: bool = False  # every connector says that one rank's report is enough, and the first alone reports
 
     @property
     def block(self) -> int:
@@ -155,10 +155,10 @@ def draw(random: Random, seed: int | None = None) -> Life:
         "groups": groups,
     }
     number = random.choice((1, 2, 2, 2, 3, 3))
-    children = [_character(random, has_aggregator=executor == "mp", **may) for _ in range(number)]
+    connectors = [_character(random, has_aggregator=executor == "mp", **may) for _ in range(number)]
     if random.random() < 0.12:
-        raising = random.randrange(len(children))
-        children[raising] = replace(children[raising], raises=(random.choice(RAISING), random.randint(1, 8)))
+        raising = random.randrange(len(connectors))
+        connectors[raising] = replace(connectors[raising], raises=(random.choice(RAISING), random.randint(1, 8)))
     plans = tuple(draw_plan(random, i) for i in range(random.randint(1, 7)))
     # Or else one waits for ever, and a stream keeps what it has while it waits.
     longest = max(plan.length for plan in plans), sum(plan.length for plan in plans if plan.inputs)
@@ -193,20 +193,20 @@ def draw(random: Random, seed: int | None = None) -> Life:
             drafts=random.random() < 0.15,
             is_graph=random.random() < 0.3,
         ),
-        one_reports=random.random() < 0.2 and STOCK_ASKS and all(child.shape != LEAN for child in children),
-        children=tuple(children),
+        one_reports=random.random() < 0.2 and STOCK_ASKS and all(connector.shape != LEAN for connector in connectors),
+        connectors=tuple(connectors),
         plans=plans,
         resets=resets,
         pauses=pauses,
     )
-    unchosen = [replace(child, unchosen=random.choice((0.0, 0.9))) for child in life.children]
-    return replace(life, children=tuple(unchosen))
+    unchosen = [replace(connector, unchosen=random.choice((0.0, 0.9))) for connector in life.connectors]
+    return replace(life, connectors=tuple(unchosen))
 
 
 def _character(
     random: Random, *, has_plain: bool, has_strays: bool, has_failures: bool, has_aggregator: bool, groups: int
 ) -> Character:
-    """Draw a child of a life whose children may do these things at all."""
+    """Draw a connector of a life whose connectors may do these things at all."""
 
     def rate(*choices: Any) -> Any:
         return random.choice(choices)
@@ -228,7 +228,7 @@ def _character(
         slow=rate(0.0, 0.5, 1.0),
         block_frees=rate(0.0, 0.0, 0.2),
         chats=rate(0.0, 0.3),
-        # Where vLLM calls update_connector_output in some steps only, such a child waits for ever by itself.
+        # Where vLLM calls update_connector_output in some steps only, such a connector waits for ever by itself.
         writes=rate(None, None, RECEIVES, WITHDRAWS) if has_aggregator and shape != LEAN else None,
         strays=rate(0.0, 0.1) if has_strays else 0.0,
     )

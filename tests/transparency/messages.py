@@ -1,4 +1,4 @@
-"""What the halves of a recording child send each other, and what its workers report besides."""
+"""What the halves of a recording connector send each other, and what its workers report besides."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from tests.support.scripted import Stats
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An order to load: the ``number``-th of this request. The child may not have been chosen to do it."""
+    """An order to load: the ``number``-th of this request. The connector may not have been chosen to do it."""
 
     request: str
     number: int
@@ -26,9 +26,9 @@ class Save:
 
 @dataclass(frozen=True)
 class Message(KVConnectorMetadata):
-    """A step's metadata of one child, which says whose it is and the how-manieth."""
+    """A step's metadata of one connector, which says whose it is and the how-manieth."""
 
-    child: int
+    connector_index: int
     number: int
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
@@ -48,7 +48,7 @@ COUNTED = "counted by "
 
 
 class Count(Stats):
-    """Stats that add up, by the child that counted."""
+    """Stats that add up, by the connector that counted."""
 
     @classmethod
     def of(cls, who: str) -> "Count":

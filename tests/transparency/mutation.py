@@ -10,7 +10,7 @@ from unittest import mock
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvobs.connector import MultiConnector
-from tests.transparency.children import Answers
+from tests.transparency.connectors import Answers
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 EVERY, LATER = range(9), range(1, 9)
@@ -18,15 +18,15 @@ EVERY, LATER = range(9), range(1, 9)
 
 @dataclass(frozen=True)
 class Mutation:
-    """``new`` is called with the plain hook in front: wherever kvobs calls a child's, or vLLM calls kvobs's own.
+    """``new`` is called with the plain hook in front: wherever kvobs calls a connector's, or vLLM calls kvobs's own.
 
-    Without ``children`` it is kvobs's own hook; ``new`` is called with the connector before the hook then.
+    Without ``connectors`` it is kvobs's own hook; ``new`` is called with the connector before the hook then.
     """
 
     role: KVConnectorRole
     hook: str
     new: Callable[..., Any]
-    children: Container[int] = ()
+    connectors: Container[int] = ()
 
     def apply(self, target: Any, *more: Any) -> None:
         setattr(target, self.hook, partial(self.new, *more, getattr(target, self.hook)))
@@ -34,17 +34,17 @@ class Mutation:
 
 @contextmanager
 def mutated(mutation: Mutation) -> Iterator[None]:
-    """Change each kvobs while it is built: before it has looked at its children, or when it is whole."""
-    cls: Any = Answers if mutation.children else MultiConnector
+    """Change each kvobs while it is built: before it has looked at its connectors, or when it is whole."""
+    cls: Any = Answers if mutation.connectors else MultiConnector
     build = cls.__init__
 
     def build_and_change(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         build(self, vllm_config, role, kv_cache_config)
         if role is not mutation.role:
             return
-        if not mutation.children:
+        if not mutation.connectors:
             mutation.apply(self, self)
-        elif self.run.router == "kvobs" and self.index in mutation.children and hasattr(self, mutation.hook):
+        elif self.run.router == "kvobs" and self.index in mutation.connectors and hasattr(self, mutation.hook):
             mutation.apply(self)
 
     with mock.patch.object(cls, "__init__", build_and_change):

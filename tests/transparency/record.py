@@ -1,7 +1,7 @@
-"""What a run leaves behind: one entry for each call into a child and for each thing that vLLM's scheduler did.
+"""What a run leaves behind: one entry for each call into a connector and for each thing that vLLM's scheduler did.
 
 Arguments are copied into plain values at each call, because vLLM, or a router, may change its objects afterwards.
-Beside the values stands which object each was: the same one for all children, or a copy.
+Beside the values stands which object each was: the same one for all connectors, or a copy.
 """
 
 from collections import Counter
@@ -31,27 +31,27 @@ NOT_COMPARED = {
     "mm_features",
     "kv_connector_metadata",  # the router's own
 }
-"""Fields of vLLM's own objects that do not compare by value, or that no child looks at."""
+"""Fields of vLLM's own objects that do not compare by value, or that no connector looks at."""
 
 
 class Cause(Enum):
     """Why a life goes another way under kvobs from here on, and what vLLM's class does then."""
 
-    STRAY_RECEIPT = "W1: a child reports a load as received that is not its own"
-    STRAY_FAILURE = "W2: a child reports a load as failed that is not its own"
-    STRAY_SAVE = "W12: a child reports a save that it did not promise, or reported before"
-    EARLY_SAVE = "W12: a child reports a save before its promise is known"
-    TAILS = "W12: a partial tail is accepted by a child that promises nothing else; stock does not count it"
-    TWO_COMPLETIONS = "W20: a request ends during its async load, and a child promises to save it"
-    COUNTED_FAILURE = "W11: a load fails in a child that says that one rank's report is enough"
-    OFFERED_AGAIN = "W14: a child whose load of a request failed offers it again before that has run"
+    STRAY_RECEIPT = "W1: a connector reports a load as received that is not its own"
+    STRAY_FAILURE = "W2: a connector reports a load as failed that is not its own"
+    STRAY_SAVE = "W12: a connector reports a save that it did not promise, or reported before"
+    EARLY_SAVE = "W12: a connector reports a save before its promise is known"
+    TAILS = "W12: a partial tail is accepted by a connector that promises nothing else; stock does not count it"
+    TWO_COMPLETIONS = "W20: a request ends during its async load, and a connector promises to save it"
+    COUNTED_FAILURE = "W11: a load fails in a connector that says that one rank's report is enough"
+    OFFERED_AGAIN = "W14: a connector whose load of a request failed offers it again before that has run"
 
 
 class Entry(NamedTuple):
     """One call, or one thing that vLLM did."""
 
     step: int
-    who: str  # "child 0 scheduler", "child 1 rank 0", "vllm" or "mark"
+    who: str  # "connector 0 scheduler", "connector 1 rank 0", "vllm" or "mark"
     hook: str
     arguments: tuple[Any, ...]
     objects: tuple[int, ...] = ()  # by argument: which object it is; 0 for constants and callables
@@ -69,7 +69,7 @@ class Run:
     entries: list[Entry] = field(default_factory=list)
     step: int = 0
     error: str | None = None  # what ended the engine
-    raised: str | None = None  # by which child, if it was one's exception
+    raised: str | None = None  # by which connector, if it was one's exception
     left: str | None = None  # what was left when nothing more happened: requests, blocks
     causes: list[Cause] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)  # how often what is to be compared happened at all
@@ -89,11 +89,11 @@ class Run:
         self._objects.clear()
 
     def spares(self, request: str) -> bool:
-        """Return whether no failure of this request's load may be reported by another child."""
+        """Return whether no failure of this request's load may be reported by another connector."""
         return False
 
     def doubt(self, request: str = "", block: int = 0) -> None:
-        """Note that another child reports a failure of this request's load, or of loads into a block: if not over."""
+        """Note that another connector reports a failure of this request's load, or of loads into a block."""
 
     def mark(self, cause: Cause, *arguments: Any) -> None:
         """Note that what follows need not be the same."""
@@ -149,13 +149,13 @@ def _set(values: set[Any] | frozenset[Any]) -> tuple[Any, ...]:
 
 
 def _block_state(state: Any) -> tuple[Any, ...]:
-    """Return what a child may ask for: the blocks are resolved when it asks."""
+    """Return what a connector may ask for: the blocks are resolved when it asks."""
     blocks = [(name, plain(state.get_block_ids(name))) for name in sorted(state.req_ids)]
     return ("block state", *blocks, plain(state.boundary_state_offloads))
 
 
 def counted(stats: Any) -> tuple[tuple[str, int], ...]:
-    """Return what the children counted, by child, wherever in stats or their plain form it is."""
+    """Return what the connectors counted, by connector, wherever in stats or their plain form it is."""
     return tuple(sorted(_counts_in(stats).items()))
 
 

@@ -30,10 +30,10 @@ class Findings:
         self.lives += 1
         self.calls += verdict.compared
         self.seen.update(verdict.kvobs.seen)
-        self.seen["ended by a child's exception"] += verdict.stock.raised is not None
+        self.seen["ended by a connector's exception"] += verdict.stock.raised is not None
         if verdict.cause is not None:
             self.stock[f"{verdict.cause.value}: {verdict.stock_end}"] += 1
-        elif verdict.stock_end not in ("lived", "ended by a child"):
+        elif verdict.stock_end not in ("lived", "ended by a connector"):
             self.stock[f"vLLM's scheduler, with any router: {verdict.stock_end}"] += 1
         if verdict.fault is not None:
             self.faulty += 1

@@ -15,7 +15,7 @@ LOADER = Character(hits=1.0, asynchronous=1.0, promises=1.0, slow=0.5)
 SAVER = Character(promises=1.0, slow=1.0)
 
 LIFE = Life(
-    children=(LOADER, SAVER),
+    connectors=(LOADER, SAVER),
     plans=tuple(Plan(f"r{i}", arrives=2 * i, family=i, shared=16, prompt=70, answer=4) for i in range(3)),
     seed=5,
     running=Running(ranks=2),
@@ -39,11 +39,11 @@ MUTATIONS = {
         SCHEDULER,
         "update_state_after_alloc",
         lambda say, request, blocks, tokens: say(request, blocks, 16),
-        children=(1,),
+        connectors=(1,),
     ),
     "a cache is reset": Mutation(SCHEDULER, "build_connector_meta", _resetting),
     "a save is never completed": Mutation(SCHEDULER, "update_connector_output", _never),
-    "metadata stays bound": Mutation(WORKER, "clear_connector_metadata", lambda clear: None, children=(0,)),
+    "metadata stays bound": Mutation(WORKER, "clear_connector_metadata", lambda clear: None, connectors=(0,)),
 }
 
 
@@ -75,6 +75,6 @@ def test_a_fault_of_routing_is_found_in_the_first_lives(name: str) -> None:
 def test_a_message_says_where_and_what() -> None:
     with mutated(MUTATIONS["a sibling is given tokens"]):
         fault = judge(LIFE).fault or ""
-    assert "step 0, child 1 scheduler: the calls differ" in fault
+    assert "step 0, connector 1 scheduler: the calls differ" in fault
     assert "differs: 0 - 16" in fault
     assert "before that, with both:\n" in fault

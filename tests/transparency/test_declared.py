@@ -19,9 +19,9 @@ QUIET = Character(shape="lean")
 OUTPUT = "update_connector_output"
 
 
-def life(*children: Character, **more: Any) -> Life:
-    """Return a life with one request, and nothing but what these children do."""
-    return Life(children, (Plan("r", arrives=0, family=0, shared=0, prompt=70, answer=3),), **more)
+def life(*connectors: Character, **more: Any) -> Life:
+    """Return a life with one request, and nothing but what these connectors do."""
+    return Life(connectors, (Plan("r", arrives=0, family=0, shared=0, prompt=70, answer=3),), **more)
 
 
 def calls_of(router: str, *functions: Any) -> Counter[str]:
@@ -65,8 +65,8 @@ def test_a_hook_replaced_after_the_first_step_is_not_called(
     a.calls.clear()
     replaced, found = [], {}
 
-    def replacement(child: Any) -> None:
-        replaced.append(child)
+    def replacement(connector: Any) -> None:
+        replaced.append(connector)
 
     monkeypatch.setattr(ScriptedConnector, "wait_for_save", replacement)
     for router, rig in rigs.items():
@@ -85,26 +85,30 @@ def test_an_output_with_nothing_but_a_workers_events_is_shown(chats: float) -> N
     assert (shown[0] < shown[1]) is bool(chats), "without events both show the same"
 
 
-def test_each_child_has_a_copy_operation_of_its_own(a: Script, b: Script) -> None:
+def test_each_connector_has_a_copy_operation_of_its_own(a: Script, b: Script) -> None:
     copied: list[str] = []
     rig = Rig("kvobs", a, b)
     operation = lambda *arguments: copied.append("copied")  # noqa: E731
     rig.workers[0].set_host_xfer_buffer_ops(operation)
-    first, second = (child.copy_blocks for child in rig.workers[0]._connectors)
+    first, second = (connector.copy_blocks for connector in rig.workers[0]._connectors)
     assert len({first, second, operation}) == 3
     stock = Rig("stock", a, b)
     stock.workers[0].set_host_xfer_buffer_ops(operation)
-    assert [child.copy_blocks for child in stock.workers[0]._connectors] == [operation, operation]
+    assert [connector.copy_blocks for connector in stock.workers[0]._connectors] == [operation, operation]
 
 
 def test_a_failed_load_is_not_repeated() -> None:
-    """Both children are asked again; with vLLM's class the first loads and fails until the life is over."""
+    """Both connectors are asked again; with vLLM's class the first loads and fails until the life is over."""
     one = life(Character(hits=1.0, asynchronous=1.0, fails=1.0, offers_again=1.0), QUIET)
     stock, ours = live(one, "stock"), live(one, "kvobs")
     assert compare(one, stock, ours).fault is None
     assert ours.causes[0] is Cause.OFFERED_AGAIN
     allocated = [
-        [entry.arguments[2] for entry in run.entries if entry[1:3] == ("child 0 scheduler", "update_state_after_alloc")]
+        [
+            entry.arguments[2]
+            for entry in run.entries
+            if entry[1:3] == ("connector 0 scheduler", "update_state_after_alloc")
+        ]
         for run in (stock, ours)
     ]
     assert sum(tokens > 0 for tokens in allocated[0]) > 1
@@ -115,7 +119,7 @@ def test_a_failed_load_is_not_repeated() -> None:
     "router",
     ["kvobs", pytest.param("stock", marks=pytest.mark.xfail(raises=AssertionError, strict=True, reason="stops there"))],
 )
-def test_a_reset_reaches_every_child_after_one_raised(router: str, a: Script, b: Script) -> None:
+def test_a_reset_reaches_every_connector_after_one_raised(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
     a.raises["reset_cache"] = OSError("a is stuck")
     with pytest.raises(OSError, match="a is stuck"):

@@ -14,13 +14,13 @@ from tests.transparency.record import Cause
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 NOT_SEEN = {
-    "empty-hooks-not-called": "a child that records a call has no empty hook",
-    "hooks-bound-at-the-first-step": "nothing replaces a hook of a recording child",
+    "empty-hooks-not-called": "a connector that records a call has no empty hook",
+    "hooks-bound-at-the-first-step": "nothing replaces a hook of a recording connector",
     "block-copies-counted": "an operation is recorded as a callable",
-    "all-are-reset": "no recording child raises there",
+    "all-are-reset": "no recording connector raises there",
     "bad-blocks-fail-the-load": "the lives have no bad blocks where vLLM itself ends on them",
     "open-lookups-polled": "the lives have the default options",
-    "isolated-children-see-less": "the lives have the default options",
+    "isolated-connectors-see-less": "the lives have the default options",
 }
 """Deviations that cannot occur in the differential test; each has a test of its own."""
 

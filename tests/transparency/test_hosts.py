@@ -21,7 +21,7 @@ HAPPENS = ("async load", "sync load", "not yet", "save promised", "preempted", "
 
 
 @pytest.mark.parametrize("version", OTHERS)
-def test_children_are_called_as_by_the_router_of_this_version(version: str) -> None:
+def test_connectors_are_called_as_by_the_router_of_this_version(version: str) -> None:
     found = compare(version)
     assert found["vllm"].startswith(version)
     assert not found["faulty"], f"{found['faulty']} of {found['lives']} lives\n\n" + "\n\n".join(found["faults"][:5])

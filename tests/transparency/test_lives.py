@@ -1,4 +1,4 @@
-"""With default options each child is called as vLLM's own MultiConnector would call it, but for what is declared.
+"""With default options each connector is called as vLLM's own MultiConnector would call it, but for what is declared.
 
 Set KVOBS_LIVES to a number to try so many other lives, drawn anew each time.
 """
@@ -33,7 +33,7 @@ HAPPENS = (
     ),
     *("save withdrawn", "partial tail accepted", "step of a sliding window", "step of a pause", "preempted"),
     *("aborted, WAITING_FOR_REMOTE_KVS", "aborted, RUNNING", "reset, True", "reset, False", "step of a pipeline"),
-    *("step by priority", "step with drafts", "input streamed in", "id used again", "ended by a child's exception"),
+    *("step by priority", "step with drafts", "input streamed in", "id used again", "ended by a connector's exception"),
 )
 """What must have happened in lives that are to prove anything."""
 
@@ -44,7 +44,7 @@ def findings() -> Findings:
     return sweep(SEEDS)
 
 
-def test_children_are_called_as_by_vllms_own_router(findings: Findings) -> None:
+def test_connectors_are_called_as_by_vllms_own_router(findings: Findings) -> None:
     assert not findings.faulty, f"{findings.faulty} of {findings.lives} lives\n\n" + "\n\n".join(findings.faults[:5])
 
 
@@ -60,7 +60,7 @@ def test_most_lives_are_compared_to_their_end(findings: Findings) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"load_policy": "longest", "report": True, "tracing": {"level": "calls"}},
+        {"load_policy": "longest", "request_report": True, "tracing": {"level": "calls"}},
         {"wait_for": "earlier", "tracing": {"level": "requests"}},
     ],
     ids=str,

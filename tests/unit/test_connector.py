@@ -23,7 +23,7 @@ from kvobs.testing import Rig, Script, ScriptedConnector, cache_config, engine_c
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Side
 from tests.support.contexts import no_otel_variables
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def rig() -> Rig:
 
 
 def test_the_name_and_the_base_class_are_those_that_vllm_checks() -> None:
-    cls = KVConnectorFactory.get_connector_class(transfer_config("kvobs", [child_config(Script("a"))]))
+    cls = KVConnectorFactory.get_connector_class(transfer_config("kvobs", [entry_for(Script("a"))]))
     assert cls is kvobs.MultiConnector
     assert cls.__name__ == "MultiConnector"
     assert issubclass(cls, stock.MultiConnector)
@@ -74,30 +74,30 @@ def test_kvobs_stock_leaves_vllms_aggregator_and_block_copies_in_place(
     is_stock: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     copied: list[object] = []
-    monkeypatch.setenv("KVOBS_STOCK", "aggregator,block_copy" if is_stock else "")
+    monkeypatch.setenv("KVOBS_USE_VLLM", "aggregator,block_copy" if is_stock else "")
     rig = Rig("kvobs", Script("a"))
     assert (rig.connector.aggregation is None) is is_stock
     rig.workers[0].set_host_xfer_buffer_ops(lambda *arguments: copied.append(arguments))
     rig.workers[0]._connectors[0].copy_blocks({"a": torch.ones(4, 2)}, {"a": torch.zeros(4, 2)}, [1], [2], "d2h")
     assert bool(copied) is is_stock
-    assert ("KVOBS_STOCK is set: vLLM's own parts stay in use: aggregator, block_copy" in caplog.text) is is_stock
+    assert ("KVOBS_USE_VLLM is set: vLLM's own parts stay in use: aggregator, block_copy" in caplog.text) is is_stock
 
 
-def test_children_are_the_real_objects_and_recording_leaves_no_trace_on_them(rig: Rig) -> None:
-    assert [type(child) for child in rig.connector._connectors] == [ScriptedConnector, ScriptedConnector]
+def test_connectors_are_the_real_objects_and_recording_leaves_no_trace_on_them(rig: Rig) -> None:
+    assert [type(connector) for connector in rig.connector._connectors] == [ScriptedConnector, ScriptedConnector]
     assert rig.connector.sub_connectors == rig.connector._connectors
     rig.add("r")
     rig.run(3)
     for wrapper in (rig.connector, *rig.workers):
-        for child in wrapper._connectors:
-            assert not vars(child).keys() & HOOKS.keys()
+        for connector in wrapper._connectors:
+            assert not vars(connector).keys() & HOOKS.keys()
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
 def test_a_bad_configuration_fails_at_start_in_both_roles_and_when_layouts_are_asked(
     role: KVConnectorRole,
 ) -> None:
-    config = engine_config(transfer_config("kvobs", [child_config(Script("a"))], {"load_policy": "best"}))
+    config = engine_config(transfer_config("kvobs", [entry_for(Script("a"))], {"load_policy": "best"}))
     cls = kvobs.MultiConnector
     for begin in (lambda: cls(config, role, cache_config()), lambda: cls.get_required_kvcache_layout(config)):
         with pytest.raises(ValueError, match=r"kv_connector_extra_config\.kvobs\.load_policy"):
@@ -123,8 +123,8 @@ def test_worker_metadata_and_handshakes_of_another_connector_are_refused_by_name
 
 
 @pytest.mark.parametrize("router", ["kvobs", "stock"])
-def test_children_of_workers_without_handshakes_get_none(router: str) -> None:
-    """vLLM's engine hands over what it has got, which is nothing then; only a child alone gets it."""
+def test_connectors_of_workers_without_handshakes_get_none(router: str) -> None:
+    """vLLM's engine hands over what it has got, which is nothing then; only a connector alone gets it."""
     a, b = Script("a"), Script("b")
     rig = Rig(router, a, b)
     assert [worker.get_handshake_metadata() for worker in rig.workers] == [None]
@@ -132,7 +132,7 @@ def test_children_of_workers_without_handshakes_get_none(router: str) -> None:
     assert [("set_xfer_handshake_metadata", {}) in script.calls for script in (a, b)] == [True, True]
 
 
-def test_inherited_code_sees_which_child_loads_a_request(rig: Rig) -> None:
+def test_inherited_code_sees_which_connector_loads_a_request(rig: Rig) -> None:
     choices = rig.connector._requests_to_connector
     assert (dict(choices), len(choices), choices.get("r")) == ({}, 0, None)
     rig.connector._side.ledger.propose("r", (1, True))
@@ -144,8 +144,8 @@ def test_a_hook_of_a_newer_vllm_arrives(monkeypatch: pytest.MonkeyPatch, caplog:
     recorded = []
 
     def broadcast(self: Any, word: str) -> None:
-        for child in self._connectors:
-            child.hook_of_tomorrow(word)
+        for connector in self._connectors:
+            connector.hook_of_tomorrow(word)
 
     monkeypatch.setattr(KVConnectorBase_V1, "hook_of_tomorrow", lambda self, word: recorded.append(word), raising=False)
     monkeypatch.setattr(stock.MultiConnector, "hook_of_tomorrow", broadcast, raising=False)
@@ -157,7 +157,7 @@ def test_a_hook_of_a_newer_vllm_arrives(monkeypatch: pytest.MonkeyPatch, caplog:
 @pytest.mark.parametrize(("rank", "own"), [(0, 0), (1, 1), (2, 0), (5, 1)])
 def test_a_rank_is_one_of_its_engine(rank: int, own: int, a: Script) -> None:
     """An external launcher counts ranks on through all data parallel engines."""
-    transfer = transfer_config("kvobs", [child_config(a)])
+    transfer = transfer_config("kvobs", [entry_for(a)])
     cls = KVConnectorFactory.get_connector_class(transfer)
     worker: Any = cls(engine_config(transfer, 2, rank), KVConnectorRole.WORKER, cache_config())
     assert worker._side.rank == own
@@ -208,7 +208,7 @@ def test_connectors_are_ended_if_their_wiring_fails(
     if stuck is not None:
         a.raises["shutdown"] = stuck  # hides nothing
     monkeypatch.setattr("kvobs.connector.hooks_of", Mock(side_effect=LookupError("a new hook")))
-    transfer = transfer_config("kvobs", [child_config(a), child_config(b)], {"names": ["one", "two"]})
+    transfer = transfer_config("kvobs", [entry_for(a), entry_for(b)], {"names": ["one", "two"]})
     config = engine_config(transfer, 1, 0)
     with pytest.raises(LookupError, match="a new hook") as error:
         kvobs.MultiConnector(config, role, cache_config())

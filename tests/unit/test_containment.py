@@ -1,4 +1,4 @@
-"""Faults in every seam of the telemetry: vLLM and the children see what they see without them."""
+"""Faults in every seam of the telemetry: vLLM and the connectors see what they see without them."""
 
 import gc
 import sys
@@ -20,7 +20,7 @@ from kvobs.testing import BLOCK, Script
 from kvobs.testing.scripted import SCRIPTS
 from tests.support import seams
 from tests.support.contained import contain
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 from tests.support.scripted import Stats
 from tests.support.seams import Breaker, Writes, jumping, replace_clock
 from tests.support.traced import SAMPLED, Traced
@@ -35,8 +35,9 @@ AT_START = {
 OF_STARTER = sorted(seam for seam in seams.find() if seam.startswith("export.starter:"))
 """Seams of a thread of EngineCore that starts the exporter; those of its own process can't reach an engine."""
 OPTIONS: dict[str, Any] = {
-    "report": True, "load_policy": "longest", "level": "calls", "tracing": {"propagate": True}, "slow_call_ms": 1e-6,
-    "stuck_after_s": 0.5, "verify": {"share": 1.0, "fail": True},
+    "request_report": True, "load_policy": "longest", "level": "calls",
+    "tracing": {"propagate": True}, "slow_call_ms": 1e-6,
+    "stuck_after_s": 0.5, "verify": {"sample_ratio": 1.0, "on_mismatch": "recompute"},
 }  # fmt: skip
 
 
@@ -53,7 +54,7 @@ class Late(dict[int, Callable[[], list[int]]]):
 
 
 class Story:
-    """An engine with two ranks to which all happens that the telemetry reports, and what vLLM and the children saw."""
+    """An engine with two ranks to which all happens that telemetry reports, and what vLLM and the connectors saw."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         SCRIPTS.clear()
@@ -64,7 +65,7 @@ class Story:
         self.one.params = {"saved": {"key": 1}}
         self.one.answers["take_events"] = (BlockRemoved([1], "cpu"),)
         self.seen: list[Any] = []
-        connectors = [child_config(self.one, "SummedConnector"), child_config(self.two)]
+        connectors = [entry_for(self.one, "SummedConnector"), entry_for(self.two)]
         self.engine = Traced(patch, self.one, self.two, connectors=connectors, **OPTIONS)
         self.rig = self.engine.rig
 
@@ -133,7 +134,7 @@ class Story:
         self.seen.append(buffers["layer.0"].tolist())
 
     def _fail(self) -> None:
-        """Let children raise where it reaches vLLM, and be stuck in vLLM's own aggregation."""
+        """Let connectors raise where it reaches vLLM, and be stuck in vLLM's own aggregation."""
         self.two.raises = {"reset_cache": TimeoutError("cache")}
         with pytest.raises(TimeoutError, match="cache"):
             self.rig.connector.reset_cache()

@@ -190,7 +190,10 @@ kvobs_in_flight{connector="cpu",kind="save"} 0.0
 
 def test_queries_of_the_autoscaler_have_one_number_of_all_engines(tmp_path: Path) -> None:
     found = {trigger["name"]: trigger["metadata"]["query"] for trigger in AUTOSCALER["spec"]["triggers"]}
-    kinds = {"unread": 'kvobs_held_tokens{kind="save"', "loaded-not-running": 'kvobs_in_flight{kind="resume"'}
+    kinds = {
+        "unread": 'kvobs_held_tokens{kind="save"',
+        "loaded-not-running": 'kvobs_in_flight{kind="awaiting_schedule"',
+    }
     for name, metric in kinds.items():
         of = [f'{metric},namespace="{space}",job="j",instance="{i}"}}' for space in ("llm", "other") for i in "ab"]
         series = {key: f"{10**n}+0x20" for n, key in enumerate(of)}
@@ -212,7 +215,7 @@ def test_an_engine_whose_saves_are_read_may_go_at_once(saves: str, seconds: int,
 
 def test_the_summary_in_vllms_log_has_its_keys_in_their_order() -> None:
     lines = " ".join(sample("docs/metrics.md", "engine 000, connector cpu")).split("engine 000, ")[1:]
-    (known,) = summarize(["cpu"], [10**9] * signals.place(1, 0), {}).values()
+    (known,) = summarize(["cpu"], [10**9] * signals.word(1, 0), {}).values()
     assert len(lines) == 2
     for line in lines:
         keys = re.findall(r"(\w+)=", line)

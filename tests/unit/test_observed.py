@@ -22,7 +22,7 @@ from kvobs.schema.signals import TIMED, hook_label
 from kvobs.testing import BLOCK, Script, entry_of
 from kvobs.vllm_api import versions
 from tests.support.observed import KV, NAMES, STEP_S, Observed
-from tests.support.rig import assert_nothing_is_left, child_config, forget_unused
+from tests.support.rig import assert_nothing_is_left, entry_for, forget_unused
 
 # --- calls
 
@@ -212,7 +212,11 @@ def test_stray_reports(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) ->
     engine = Observed(monkeypatch, a, b, ranks=1)
     a.say(0, received="x", failed="y", saved="z")
     engine.step()
-    assert engine.series("kvobs_stray_reports_total") == {("one", "load"): 1, ("one", "failure"): 1, ("one", "save"): 1}
+    assert engine.series("kvobs_unexpected_reports_total") == {
+        ("one", "load"): 1,
+        ("one", "failure"): 1,
+        ("one", "save"): 1,
+    }
 
 
 @pytest.mark.parametrize("kind", ["load", "save"])
@@ -244,9 +248,9 @@ def test_a_transfer_that_a_rank_never_reports(
     assert engine.value("kvobs_in_flight", "two", kind=kind) == 0, "late is not lost"
 
 
-def test_a_best_effort_child_fails(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    monkeypatch.setattr("tests.support.observed.child_config", partial(child_config, cls="BestEffortConnector"))
-    engine = Observed(monkeypatch, a, b, ranks=2, isolate=["two"])
+def test_a_best_effort_connector_fails(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+    monkeypatch.setattr("tests.support.observed.entry_for", partial(entry_for, cls="BestEffortConnector"))
+    engine = Observed(monkeypatch, a, b, ranks=2, best_effort=["two"])
     engine.rig.add("r", max_tokens=40)
     b.raises["wait_for_save"] = TimeoutError("no answer")
     engine.step()
@@ -295,7 +299,7 @@ def test_faults_and_cost_of_its_own(monkeypatch: pytest.MonkeyPatch, a: Script, 
     for _ in range(2):
         assert engine.value("kvobs_internal_errors_total", None, where="record") == 1
     calls = sum(engine.series("kvobs_call_duration_seconds_count").values())
-    cost = engine.value("kvobs_self_seconds_total", None, where="record")
+    cost = engine.value("kvobs_overhead_seconds_total", None, stage="record")
     assert cost == pytest.approx(calls * cost_of_recording() / 1e9, rel=1e-3)
 
 
@@ -312,7 +316,7 @@ def test_lines_of_the_request_log_that_do_not_fit(monkeypatch: pytest.MonkeyPatc
 
 def test_reuse(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     monkeypatch.setitem(STATED_BYTES, "ScriptedConnector", {"bytes": True})
-    connectors = [child_config(a), entry_of(b, kv_connector_extra_config={"tag": b.tag, "bytes": 1_024_000})]
+    connectors = [entry_for(a), entry_of(b, kv_connector_extra_config={"tag": b.tag, "bytes": 1_024_000})]
     engine = Observed(monkeypatch, a, b, ranks=1, connectors=connectors)
     for request in ("r", "r2"):
         engine.rig.add(request, tokens=3 * BLOCK, prompt_of="r")

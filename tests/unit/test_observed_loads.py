@@ -15,7 +15,7 @@ from kvobs.routing.isolation import GIVE_UP_NS
 from kvobs.testing import BLOCK, Rig, Script, entry_of
 from kvobs.testing.rig import cache_config
 from tests.support.observed import BYTES_PER_TOKEN, KV, NAMES, STEP_S, SYNC, Observed, S
-from tests.support.rig import assert_nothing_is_left, child_config
+from tests.support.rig import assert_nothing_is_left, entry_for
 
 
 def test_an_async_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
@@ -37,10 +37,10 @@ def test_an_async_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) ->
     engine.step()
     assert engine.value("kvobs_loads_total", mode="async", outcome="ok") == 1
     assert engine.value("kvobs_in_flight", kind="load") == 0
-    assert engine.value("kvobs_in_flight", kind="resume") == 1
+    assert engine.value("kvobs_in_flight", kind="awaiting_schedule") == 1
     assert engine.value("kvobs_load_resume_delay_seconds_count") == 0
     engine.step()
-    assert engine.value("kvobs_in_flight", kind="resume") == 0
+    assert engine.value("kvobs_in_flight", kind="awaiting_schedule") == 0
     assert engine.value("kvobs_load_tokens_total") == 2 * BLOCK
     assert engine.value("kvobs_load_bytes_total") == 2 * BLOCK * BYTES_PER_TOKEN * 2
     assert engine.value("kvobs_load_duration_seconds_count", mode="async") == 1
@@ -52,7 +52,7 @@ def test_an_async_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) ->
     assert engine.value("kvobs_oldest_in_flight_seconds", kind="load") == 0
     assert engine.value("kvobs_load_resume_delay_seconds_count") == 1
     assert engine.value("kvobs_load_resume_delay_seconds_sum") == pytest.approx(STEP_S)
-    assert {child for child, *_ in engine.series("kvobs_load_duration_seconds_count")} == {"one"}
+    assert {index for index, *_ in engine.series("kvobs_load_duration_seconds_count")} == {"one"}
 
 
 GAUGES = ("in_flight", "oldest_in_flight_seconds", "held_tokens")
@@ -61,8 +61,8 @@ GAUGES = ("in_flight", "oldest_in_flight_seconds", "held_tokens")
 def assert_gauges_are_right(engine: Observed, names: Sequence[str] = NAMES) -> dict[str, int]:
     """Compare the gauges with what the router knows; return what is in flight."""
     side, seen = engine.rig.connector._side, dict[str, int]()
-    for child, name in enumerate(names):
-        for kind, open_now in {"lookup": side.offers._waited_for[child], **side.ledger.in_flight[child]}.items():
+    for index, name in enumerate(names):
+        for kind, open_now in {"lookup": side.lookups._awaited[index], **side.ledger.in_flight[index]}.items():
             n, age_s = len(open_now), engine.value("kvobs_oldest_in_flight_seconds", name, kind=kind)
             assert engine.value("kvobs_in_flight", name, kind=kind) == n, (name, kind)
             assert age_s == pytest.approx((engine.now_ns - open_now.oldest_ns) / S if n else 0), (name, kind)
@@ -129,7 +129,14 @@ def test_the_gauges_are_right_after_each_event(monkeypatch: pytest.MonkeyPatch, 
         look()
     assert seen == [
         *({"one lookup": 2}, {"one lookup": 1}, {"two save": 1}, {"two save": 1}, {}),
-        *({"two load": 3}, {"two load": 3}, {"two load": 3}, {"two resume": 2}, {"two resume": 1}, {"two save": 1}),
+        *(
+            {"two load": 3},
+            {"two load": 3},
+            {"two load": 3},
+            {"two awaiting_schedule": 2},
+            {"two awaiting_schedule": 1},
+            {"two save": 1},
+        ),
         *({"two save": 2}, {"two save": 3}, {"two save": 3}, {}),
     ]
     assert_nothing_is_left(engine.rig)
@@ -138,8 +145,8 @@ def test_the_gauges_are_right_after_each_event(monkeypatch: pytest.MonkeyPatch, 
 def test_the_gauges_are_right_in_a_quarantine_and_when_its_transfers_are_given_up(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
-    monkeypatch.setattr("tests.support.observed.child_config", partial(child_config, cls="BestEffortConnector"))
-    engine = Observed(monkeypatch, a, b, isolate=["two"], lookup_timeout_ms=10**9)
+    monkeypatch.setattr("tests.support.observed.entry_for", partial(entry_for, cls="BestEffortConnector"))
+    engine = Observed(monkeypatch, a, b, best_effort=["two"], lookup_timeout_ms=10**9)
     b.offers |= {"load": KV, "asks": [(None, False)] * 99}
     b.promises.add("save")
     for name in ("load", "asks", "save"):
@@ -172,20 +179,25 @@ def test_a_load_that_is_in_and_not_resumed(
     engine.rig.scheduler.max_num_scheduled_tokens = 0
     a.say(0, received="r")
     engine.step(2)
-    assert engine.value("kvobs_in_flight", kind="resume") == 1
+    assert engine.value("kvobs_in_flight", kind="awaiting_schedule") == 1
     engine.step(9)
     gauges = {
-        kind: tuple(engine.value(f"kvobs_{name}", kind=kind) for name in GAUGES) for kind in ("load", "resume", "save")
+        kind: tuple(engine.value(f"kvobs_{name}", kind=kind) for name in GAUGES)
+        for kind in ("load", "awaiting_schedule", "save")
     }
-    assert gauges == {"load": (0, 0, 0), "resume": (1, pytest.approx(10 * STEP_S), 2 * BLOCK), "save": (0, 0, 0)}
+    assert gauges == {
+        "load": (0, 0, 0),
+        "awaiting_schedule": (1, pytest.approx(10 * STEP_S), 2 * BLOCK),
+        "save": (0, 0, 0),
+    }
     if is_aborted:
         engine.rig.abort("r")
     else:
         engine.rig.scheduler.max_num_scheduled_tokens = tokens
     engine.step(2)
-    assert [engine.value(f"kvobs_{name}", kind="resume") for name in GAUGES] == [0, 0, 0]
+    assert [engine.value(f"kvobs_{name}", kind="awaiting_schedule") for name in GAUGES] == [0, 0, 0]
     assert [record.getMessage() for record in caplog.records if "in progress" in record.message] == [
-        "connector 'one': resume of 1 request (r) in progress for 1 s (32 tokens), waiting for vLLM's scheduler"
+        "connector 'one': scheduling of 1 request (r) in progress for 1 s (32 tokens), waiting for vLLM's scheduler"
     ]
 
 
@@ -326,8 +338,8 @@ def test_loads_saved_and_waited_seconds(monkeypatch: pytest.MonkeyPatch, a: Scri
         engine.step()
     a.say(0, received="slow")
     engine.step(4)
-    for child in NAMES:
-        assert engine.value("kvobs_prefill_saved_seconds_total", child) == pytest.approx(0.16, rel=0.05), child
+    for index in NAMES:
+        assert engine.value("kvobs_prefill_saved_seconds_total", index) == pytest.approx(0.16, rel=0.05), index
     loaded = engine.value("kvobs_load_duration_seconds_sum", mode="async")
     resumed = loaded + engine.value("kvobs_load_resume_delay_seconds_sum")
     assert engine.value("kvobs_load_waited_seconds_total") == pytest.approx(resumed, abs=3 * engine.token_s)
@@ -344,15 +356,15 @@ def test_stalls_are_what_the_steps_calls_took(monkeypatch: pytest.MonkeyPatch, a
     first = engine.value("kvobs_call_duration_seconds_sum", "two", hook="start_load_kv")
     engine.step(2)
 
-    def spent(child: str, *hooks: str) -> float:
-        return sum(engine.value("kvobs_call_duration_seconds_sum", child, hook=hook) for hook in hooks)
+    def spent(connector: str, *hooks: str) -> float:
+        return sum(engine.value("kvobs_call_duration_seconds_sum", connector, hook=hook) for hook in hooks)
 
-    # The sync load's step waits for start_load_kv of both children; later steps call it after the forward's launch.
-    for child in NAMES:
-        assert engine.value("kvobs_load_stall_seconds_count", child) == 3
-        assert engine.value("kvobs_save_stall_seconds_count", child) == 3
-        saved = spent(child, "save_kv_layer", "wait_for_save")
-        assert engine.value("kvobs_save_stall_seconds_sum", child) == pytest.approx(saved)
+    # The sync load's step waits for start_load_kv of both connectors; later steps call it after the forward's launch.
+    for connector in NAMES:
+        assert engine.value("kvobs_load_stall_seconds_count", connector) == 3
+        assert engine.value("kvobs_save_stall_seconds_count", connector) == 3
+        saved = spent(connector, "save_kv_layer", "wait_for_save")
+        assert engine.value("kvobs_save_stall_seconds_sum", connector) == pytest.approx(saved)
     waited = spent("two", "wait_for_layer_load") + first
     assert engine.value("kvobs_load_stall_seconds_sum", "two") == pytest.approx(waited)
 

@@ -9,7 +9,7 @@ from kvobs.schema.options import Options
 from kvobs.testing import BLOCK, Script
 from tests.support.cached import Cached
 from tests.support.observed import KV, Observed, S
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 
 Play = Callable[[Observed, Script, Script], Any]
 
@@ -147,7 +147,7 @@ class Row(NamedTuple):
 
 
 OK, FAILED = ({("two", "async", outcome): 1.0} for outcome in ("ok", "failed"))
-SHARE = {"share": 1.0}
+SHARE = {"sample_ratio": 1.0}
 ROWS = [
     Row("load_policy", {"load_policy": "longest"}, larger, {("one",): BLOCK}, {("two",): 3 * BLOCK}),
     Row("min_tokens", {"min_tokens": {"one": 2 * BLOCK}}, larger, {("one",): BLOCK}, {("two",): 3 * BLOCK}),
@@ -157,11 +157,18 @@ ROWS = [
     Row("slow_load_ms", {"slow_load_ms": 300}, long_ago, False, True),
     Row("stuck_after_s", {"stuck_after_s": 0.5}, stuck, {}, {("two", "1"): 1}),
     Row("stuck_after_s", {"stuck_after_s": 0.5}, stuck_in_aggregation, {}, {("two", "1"): 1}),
-    Row("isolate", {"isolate": ["two"]}, fails, "ends the engine", {("two",): 1}),
-    Row("isolate_slow_ms", {"isolate_slow_ms": 3000}, hesitates, {("two",): 1}, {}, {"isolate": ["two"]}),
-    Row("report", {"report": True}, answered, None, ["two"]),
+    Row("best_effort", {"best_effort": ["two"]}, fails, "ends the engine", {("two",): 1}),
+    Row("best_effort_slow_ms", {"best_effort_slow_ms": 3000}, hesitates, {("two",): 1}, {}, {"best_effort": ["two"]}),
+    Row("request_report", {"request_report": True}, answered, None, ["two"]),
     Row("verify", {"verify": SHARE}, wrong, (OK, False), (OK, True)),
-    Row("verify", {"verify": {**SHARE, "fail": True}}, wrong, (OK, True), (FAILED, True), {"verify": SHARE}),
+    Row(
+        "verify",
+        {"verify": {**SHARE, "on_mismatch": "recompute"}},
+        wrong,
+        (OK, True),
+        (FAILED, True),
+        {"verify": SHARE},
+    ),
 ]
 ELSEWHERE = {
     "names": "all",
@@ -177,11 +184,11 @@ def test_each_option_reaches_its_part(
     row: Row, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Observed, "make_rig", Cached)
-    second = "BestEffortConnector" if "isolate" in {**row.value, **(row.others or {})} else "ScriptedConnector"
+    second = "BestEffortConnector" if "best_effort" in {**row.value, **(row.others or {})} else "ScriptedConnector"
     for value, expected in (({}, row.without), (row.value, row.with_it)):
         caplog.clear()
         a, b = Script("a"), Script("b")
-        connectors = [child_config(a), child_config(b, second)]
+        connectors = [entry_for(a), entry_for(b, second)]
         engine: Any = Observed(monkeypatch, a, b, connectors=connectors, **{**(row.others or {}), **value})
         monkeypatch.setattr("kvobs.connectors.gate.perf_counter_ns", lambda engine=engine: engine.now_ns)
         engine.caplog = caplog

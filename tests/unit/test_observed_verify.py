@@ -9,10 +9,10 @@ import pytest
 from kvobs.testing import BLOCK, Script
 from tests.support.cached import Cached
 from tests.support.observed import KV, Observed
-from tests.support.rig import child_config, forget_unused
+from tests.support.rig import entry_for, forget_unused
 from tests.support.traced import Traced
 
-SHARE = {"share": 1.0}
+SHARE = {"sample_ratio": 1.0}
 PROMPT = 4 * BLOCK + 1
 
 
@@ -49,8 +49,8 @@ def test_a_block_that_is_loaded_in_part_after_a_preemption_is_not_noted(
 
 def test_a_load_that_was_given_up_is_not_compared(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     """Its blocks are computed again; what the connector writes is nobody's."""
-    monkeypatch.setattr("tests.support.observed.child_config", partial(child_config, cls="BestEffortConnector"))
-    engine = Observed(monkeypatch, a, b, verify=SHARE, isolate=["two"])
+    monkeypatch.setattr("tests.support.observed.entry_for", partial(entry_for, cls="BestEffortConnector"))
+    engine = Observed(monkeypatch, a, b, verify=SHARE, best_effort=["two"])
     b.offers["r"] = KV
     engine.rig.add("r", max_tokens=99)
     engine.step()
@@ -74,7 +74,7 @@ def test_a_decode_engine_compares_with_what_the_prefill_engine_computed(
     way: str, sent: set[str], monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     """Of each rank with the same rank's blocks; whether or not there is a trace beside them."""
-    peers = [child_config(a, "PeerConnector", kv_role="kv_consumer"), child_config(b, "PeerConnector")]
+    peers = [entry_for(a, "PeerConnector", kv_role="kv_consumer"), entry_for(b, "PeerConnector")]
     prefill_class = Traced if way == "traced" else Observed
     prefill = prefill_class(monkeypatch, a, b, connectors=peers, verify=SHARE)
     b.params["p"] = {"remote": 1}
@@ -86,7 +86,7 @@ def test_a_decode_engine_compares_with_what_the_prefill_engine_computed(
     params = json.loads(json.dumps(given[0]))
     assert (params.pop("remote"), params["kvobs"].keys()) == (1, sent)
 
-    decode = Traced(monkeypatch, a, b, connectors=peers, verify={"share": 1e-18})
+    decode = Traced(monkeypatch, a, b, connectors=peers, verify={"sample_ratio": 1e-18})
     b.offers["p"] = (4 * BLOCK, True)
     decode.rig.fill["p", 1] = {0: 7.0, 3: 0.0}
 

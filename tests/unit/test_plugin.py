@@ -194,11 +194,11 @@ def test_no_other_configuration_is_refused(
 def test_options_of_kvobs_beside_those_of_the_connector_are_kvobss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENABLE_VARIABLE, "1")
     plugin.register()
-    extra = {"cpu_bytes_to_use": 1 << 30, "kvobs": {"report": True}}
+    extra = {"cpu_bytes_to_use": 1 << 30, "kvobs": {"request_report": True}}
     found = resolved(KVTransferConfig(**{**SINGLE, "kv_connector_extra_config": extra})).kv_connector_extra_config
     assert found["connectors"][0]["kv_connector_extra_config"] == SINGLE["kv_connector_extra_config"]
-    assert found["kvobs"] == {"report": True}
-    assert extra["kvobs"] == {"report": True}
+    assert found["kvobs"] == {"request_report": True}
+    assert extra["kvobs"] == {"request_report": True}
 
 
 def test_a_configuration_with_a_router_or_without_a_connector_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from kvobs.telemetry.tracing.trace_context import TRACEPARENT, as_otel, into_par
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import SAMPLED, no_otel_variables
 from tests.support.front import Front
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 from tests.support.scripted import MeteredConnector
 
 PACKAGE = Path(kvobs.__file__).parent
@@ -176,7 +176,7 @@ def test_the_configured_connectors_are_imported_before_any_payload_comes(monkeyp
     )  # importing it again sets it, beside the entry there
     monkeypatch.delitem(sys.modules, "tests.support.scripted")
     assert _class_at(path) is None
-    Front(child_config(Script("a"), "MeteredConnector"))
+    Front(entry_for(Script("a"), "MeteredConnector"))
     assert class_path(_class_at(path)) == path
 
 
@@ -219,7 +219,7 @@ def test_only_our_headers_and_params_are_looked_at(junk: int) -> None:
 
 
 def test_clients_context_is_handed_on_as_ids_and_flag_only() -> None:
-    """No tracestate, no baggage: neither to a decode engine, nor to children, nor to the collector."""
+    """No tracestate, no baggage: neither to a decode engine, nor to connectors, nor to the collector."""
     sent = {"traceparent": "01" + SAMPLED.traceparent[2:] + "-" + SECRET, "tracestate": SECRET, "baggage": SECRET}
     read = of_headers(sent)
     assert read == SAMPLED
@@ -243,7 +243,7 @@ def test_no_signal_and_no_attribute_is_about_content() -> None:
 def test_nothing_secret_leaves_an_engine(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in pages with all numbers and spans, not in stats, not in metrics, not in kvobs's lines of the log."""
     a, b = Script("a"), Script("b")
-    connectors = [child_config(s, "MeteredConnector") for s in (a, b)]
+    connectors = [entry_for(s, "MeteredConnector") for s in (a, b)]
     for connector in connectors:
         connector["kv_connector_extra_config"]["access_key"] = SECRET
     options = {"names": ["one", "two"], "tracing": {"level": "calls"}, "slow_call_ms": 1e-6}

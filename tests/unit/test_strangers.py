@@ -15,7 +15,7 @@ from kvobs.schema.signals import TIMED
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script, ScriptedConnector
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import Side
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 
 both = pytest.mark.parametrize("router", list(ROUTERS))
 
@@ -129,13 +129,13 @@ class PlatformConnector(ScriptedConnector):
 
 
 def entry(script: Script) -> dict[str, Any]:
-    return child_config(script, "PlatformConnector", kv_connector_module_path=__name__)
+    return entry_for(script, "PlatformConnector", kv_connector_module_path=__name__)
 
 
 @pytest.mark.parametrize("scripts", [("a",), ("a", "b"), ("plain", "a")], ids=" and ".join)
 def test_methods_beyond_vllms_class_reach_the_connectors_that_have_them(scripts: tuple[str, ...]) -> None:
     """vLLM's own router has no such methods: only a single connector works there, without it."""
-    entries = [child_config(Script(tag)) if tag == "plain" else entry(Script(tag)) for tag in scripts]
+    entries = [entry_for(Script(tag)) if tag == "plain" else entry(Script(tag)) for tag in scripts]
     having = [tag for tag in scripts if tag != "plain"]
     (worker,) = Rig("kvobs", connectors=entries).workers
     PlatformConnector.order.clear()
@@ -151,7 +151,7 @@ def test_methods_beyond_vllms_class_reach_the_connectors_that_have_them(scripts:
 
 
 def test_such_a_method_of_an_isolated_connector_may_raise(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig("kvobs", connectors=[entry(Script("a"))], kvobs={"isolate": ["PlatformConnector"]})
+    rig = Rig("kvobs", connectors=[entry(Script("a"))], kvobs={"best_effort": ["PlatformConnector"]})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlatformConnector, "register_runner", lambda *_: 1 / 0)
         assert rig.workers[0].register_runner(Runner()) is None
@@ -159,7 +159,7 @@ def test_such_a_method_of_an_isolated_connector_may_raise(caplog: pytest.LogCapt
 
 
 def test_the_start_names_methods_beyond_vllms_class(caplog: pytest.LogCaptureFixture) -> None:
-    Rig("kvobs", connectors=[entry(Script("a")), child_config(Script("b"))])
+    Rig("kvobs", connectors=[entry(Script("a")), entry_for(Script("b"))])
     lines = [record.getMessage() for record in caplog.records if "not vLLM hooks" in record.getMessage()]
     assert lines == [
         "connector 'PlatformConnector' has methods that are not vLLM hooks: register_runner, "

@@ -17,7 +17,7 @@ from kvobs.schema.signals import TIMED
 from kvobs.telemetry.tracing.journal import RESERVED
 from kvobs.testing import BLOCK, Script
 from tests.support.observed import BYTES_PER_TOKEN, ENGINE, KV, STEP_S, SYNC, Observed
-from tests.support.rig import assert_nothing_is_left, child_config
+from tests.support.rig import assert_nothing_is_left, entry_for
 from tests.support.traced import CLIENT_SPAN, CLIENT_TRACE, NOT_SAMPLED, SAMPLED, Traced, attributes, ids, load
 
 
@@ -137,11 +137,11 @@ def test_a_slow_call_is_seen_below_the_load_it_serves(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("hook", ["get_num_new_matched_tokens", "start_load_kv", "save_kv_layer"])
-def test_an_isolated_childs_error_is_seen(hook: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+def test_an_isolated_connectors_error_is_seen(hook: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     """It shows in a number and a line of the log only."""
-    for entry in ("tests.support.observed.child_config", "kvobs.testing.rig.entry_of"):
-        monkeypatch.setattr(entry, partial(child_config, cls="BestEffortConnector"))
-    engine = Traced(monkeypatch, a, b, ranks=1, isolate=["two"])
+    for entry in ("tests.support.observed.entry_for", "kvobs.testing.rig.entry_of"):
+        monkeypatch.setattr(entry, partial(entry_for, cls="BestEffortConnector"))
+    engine = Traced(monkeypatch, a, b, ranks=1, best_effort=["two"])
     b.raises[hook] = TimeoutError("no answer")
     engine.rig.add("r", max_tokens=2)
     engine.step(3)
@@ -240,10 +240,12 @@ def test_exemplars_are_of_exported_spans_only(monkeypatch: pytest.MonkeyPatch, a
     assert exemplars.keys() == {("kvobs_call_duration_seconds", name) for name in ("one", "two")}
     assert {sample.exemplar.labels["trace_id"] for sample in exemplars.values()} == called
     assert {sample.labels["hook"] for sample in exemplars.values()} == {"other"}
-    assert engine.value("kvobs_self_seconds_total", None, where="export") > 0
+    assert engine.value("kvobs_overhead_seconds_total", None, stage="export") > 0
 
 
-def test_a_child_that_traces_finds_the_requests_context(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+def test_a_connector_that_traces_finds_the_requests_context(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
     found = []
 
     def look(*_args: Any) -> tuple[int, bool]:

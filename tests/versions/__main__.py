@@ -1,4 +1,4 @@
-"""Serve with each version, check that both children load and answers stay the same, and keep what came of it.
+"""Serve with each version, check that both connectors load and answers stay the same, and keep what came of it.
 
     python -m tests.versions [--all | VERSION ...]
 
@@ -25,7 +25,7 @@ SIDE_BY_SIDE = 2
 
 
 def serve(version: str, folder: Path, core: int) -> dict[str, Any]:
-    """Serve with one version, its rank on this core; return what each child did; RuntimeError with the log's end."""
+    """Serve with one version, its rank on this core; return what each connector did; RuntimeError: the log's end."""
     made = engine(version)
     found, log = folder / f"{version}.json", folder / f"{version}.log"
     with log.open("wb") as words:
@@ -37,11 +37,11 @@ def serve(version: str, folder: Path, core: int) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(found.read_text())
     if not result["vllm"].startswith(version):
         raise RuntimeError(f"asked for vLLM {version}, got {result['vllm']}")
-    for name, child in result["children"].items():
-        loads = child["loads"]
-        if not child["hits"] or not loads["ok"] or loads["failed"] or loads["aborted"]:
-            raise RuntimeError(f"vLLM {version}: the child {name} should have served: {child}")
-    return {name: child["loads"]["ok"] for name, child in result["children"].items()}
+    for name, connector in result["connectors"].items():
+        loads = connector["loads"]
+        if not connector["hits"] or not loads["ok"] or loads["failed"] or loads["aborted"]:
+            raise RuntimeError(f"vLLM {version}: the connector {name} should have served: {connector}")
+    return {name: connector["loads"]["ok"] for name, connector in result["connectors"].items()}
 
 
 def main(arguments: list[str]) -> int:

@@ -17,7 +17,7 @@ def main(target: Path) -> None:
         rows = Demo(Console(), requests=48).run().connectors
     except ServerError as error:
         sys.exit(str(error))
-    children = {
+    connectors = {
         row.connector: {
             "hits": row.hits,
             "loads": {"ok": row.loads, "failed": row.failed_loads, "aborted": row.aborted_loads},
@@ -25,7 +25,7 @@ def main(target: Path) -> None:
         }
         for row in rows
     }
-    target.write_text(json.dumps({"vllm": __version__, "children": children}))
+    target.write_text(json.dumps({"vllm": __version__, "connectors": connectors}))
 
 
 if __name__ == "__main__":

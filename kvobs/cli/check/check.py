@@ -104,8 +104,8 @@ def _check_entries(result: CheckResult) -> None:
     result.add(*validated.mistakes, *validated.warnings)
     for name, entry in validated.entries.values():
         role = entry.get("kv_role")
-        is_isolated = name in result.options.isolate
-        connector = ConnectorResult(name, entry["kv_connector"], str(role) if role else None, is_isolated)
+        is_best_effort = name in result.options.best_effort
+        connector = ConnectorResult(name, entry["kv_connector"], str(role) if role else None, is_best_effort)
         result.connectors.append(connector)
 
 
@@ -220,11 +220,11 @@ def _check_effects(result: CheckResult, flags: Flags) -> None:
     """Warn about options without the intended effect, and about files that the engine would refuse on this machine."""
     options, place = result.options, f"{PATH}.kvobs"
     connectors = [connector.kv_connector for connector in result.connectors]
-    is_single, slow = len(connectors) == 1, "isolate_slow_ms" in options.model_fields_set
+    is_single, slow = len(connectors) == 1, "best_effort_slow_ms" in options.model_fields_set
     useless = [
         ("load_policy", options.load_policy == "longest" and is_single, "it compares connectors, and there is one"),
         ("wait_for", options.wait_for == "earlier" and is_single, "there is one connector"),
-        ("isolate_slow_ms", slow and not options.isolate, "isolate is empty"),
+        ("best_effort_slow_ms", slow and not options.best_effort, "best_effort is empty"),
         ("tracing.propagate", options.tracing.propagate and "tracing" in result.off, "nothing is traced"),
     ]
     for option, is_so, why in useless:
@@ -253,9 +253,9 @@ def _refusal(path: Path) -> str | None:
 
 def _note_options_that_are_off(result: CheckResult) -> None:
     options, off = result.options, result.off
-    if not options.isolate:
-        off["isolation"] = "kvobs.isolate is empty: an exception in a connector ends the engine"
-    if not options.report and options.request_log is None:
-        off["request reports"] = "neither kvobs.report nor kvobs.request_log is set"
+    if not options.best_effort:
+        off["isolation"] = "kvobs.best_effort is empty: an exception in a connector ends the engine"
+    if not options.request_report and options.request_log is None:
+        off["request reports"] = "neither kvobs.request_report nor kvobs.request_log is set"
     if options.lookup_timeout_ms is None:
         off["lookup timeout"] = "kvobs.lookup_timeout_ms is not set: a connector may answer 'not yet' without limit"

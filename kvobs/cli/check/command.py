@@ -91,9 +91,9 @@ def check(
     out = Console(stderr=True) if should_rewrite else _console(is_quiet=as_json)
     sources = read(config)
     if place is not None:
-        places = ", ".join(source.place or "''" for source in sources)
-        sources = [source for source in sources if source.place == place]
-        sources = sources or [Source(findings=(kinds.NO_PLACE.at("CONFIG", place=place, places=places),))]
+        places = ", ".join(source.location or "''" for source in sources)
+        sources = [source for source in sources if source.location == place]
+        sources = sources or [Source(findings=(kinds.NO_PLACE.at("CONFIG", location=place, places=places),))]
     given = {
         "disable-log-stats": disable_log_stats,
         "otlp-traces-endpoint": otlp_traces_endpoint,
@@ -117,13 +117,13 @@ def _check_all(
     """Check each configuration, with vLLM's options that this command has; print the results, or what it becomes."""
     taken = dict[str, dict[int, str]]()  # by network: the exporters' ports, and whose they are
     results = [_check(source, given, taken, should_rewrite=should_rewrite, is_deep=is_deep) for source in sources]
-    peers.compare({source.place: result for source, result in zip(sources, results, strict=True)})
+    peers.compare({source.location: result for source, result in zip(sources, results, strict=True)})
     for source, result in zip(sources, results, strict=True):
         _print(source, result, out, should_rewrite=should_rewrite, is_verbose=is_verbose)
     if len(sources) > 1 and not should_rewrite:
         out.print("", verdict(*results), sep="\n")
     good = {
-        source.place: result.config
+        source.location: result.config
         for source, result in zip(sources, results, strict=True)
         if should_rewrite and result.config and not (result.mistakes or result.unknown)
     }
@@ -146,7 +146,7 @@ def _check(
                 check_classes(result, is_deep=is_deep)
         exporters = () if result.port is None else (result.port,)
         for kind, its in (("the exporter's", exporters), (f"{NIXL_PORT} of NixlConnector", flags.nixl)):
-            whose = f"{kind} of {source.place}, if both run on one host"
+            whose = f"{kind} of {source.location}, if both run on one host"
             ports |= dict.fromkeys(its if network else (), whose)
     more = f", or start vLLM with {ENABLE_VARIABLE}=1, which needs no --rewrite" if should_rewrite else ""
     result.add(*(replace(each, fix=each.fix + more if each.path == "CONFIG" else each.fix) for each in source.findings))
@@ -155,8 +155,8 @@ def _check(
 
 def _print(source: Source, result: CheckResult, out: Console, *, should_rewrite: bool, is_verbose: bool) -> None:
     """Print what was found; but for --rewrite also who routes, the verdict, and tables if asked for."""
-    if source.place and not (should_rewrite and verdict(result).plain == "no mistakes"):
-        out.print(Text(f"\n{source.place}\n", "bold"))
+    if source.location and not (should_rewrite and verdict(result).plain == "no mistakes"):
+        out.print(Text(f"\n{source.location}\n", "bold"))
     if result.connectors and not should_rewrite:
         out.print(headline(result), soft_wrap=True)
     _print_findings(out, result)
@@ -333,7 +333,7 @@ def _connectors(connectors: Sequence[ConnectorResult]) -> Table:
     out = _table("", *(Text(connector.name) for connector in connectors))
     for row in ("kv_connector", "kv_role"):
         out.add_row(row, *(Text(getattr(connector, row) or "?", overflow="fold") for connector in connectors))
-    out.add_row("best-effort", *("yes" if connector.is_isolated else "no" for connector in connectors))
+    out.add_row("best-effort", *("yes" if connector.is_best_effort else "no" for connector in connectors))
     return out
 
 

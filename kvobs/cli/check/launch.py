@@ -49,25 +49,25 @@ _STANDS_FOR_IT = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}  
 class Source(NamedTuple):
     """One engine's configuration; vLLM's options beside it, by name without dashes, and the variables set for it.
 
-    ``config`` is None if it can't be read: a finding has the reason. ``flags`` is empty if it stands alone; ``place``
-    is where it is in a file of several. ``holes`` are the places of the values that are not known here.
+    ``config`` is None if it can't be read: a finding has the reason. ``flags`` is empty if it stands alone;
+    ``location`` is where it is in a file of several. ``holes`` are the locations of the values that are not known here.
     """
 
     config: Mapping[str, Any] | None = None
     flags: Mapping[str, Any] = {}
     environment: Mapping[str, str] = {}
-    place: str = ""
+    location: str = ""
     findings: tuple[Finding, ...] = ()
     holes: tuple[str, ...] = ()
 
 
-def attempt(place: str, read: Callable[..., Source | Iterable[Source]], *given: Any) -> list[Source]:
+def attempt(location: str, read: Callable[..., Source | Iterable[Source]], *given: Any) -> list[Source]:
     """Return what a part of a text has; of one that can't be read, the reason."""
     try:
         found = read(*given)
         return [found] if isinstance(found, Source) else list(found)
     except UnreadableError as error:
-        return [Source(place=place, findings=(error.finding,))]
+        return [Source(location=location, findings=(error.finding,))]
 
 
 def read_json(text: str) -> tuple[Any, list[str]]:
@@ -102,7 +102,7 @@ def unknown_in(text: str) -> str:
     return f"{', '.join(names[:_FEW])}{more}, whose value is not known here" if names else ""
 
 
-def source_of(given: Any, flags: Mapping[str, Any], environment: Mapping[str, str], place: str) -> Source:
+def source_of(given: Any, flags: Mapping[str, Any], environment: Mapping[str, str], location: str) -> Source:
     """Return what vLLM makes of an option's value, JSON or an object, and of the other options."""
     require_numbers(flags)
     text = given if isinstance(given, str) else json.dumps({} if given is None else given, default=str)
@@ -115,7 +115,7 @@ def source_of(given: Any, flags: Mapping[str, Any], environment: Mapping[str, st
     config, more = with_offloading(config, flags, environment)
     config = json.loads(json.dumps(config, default=str))
     found += [*more, *([kinds.HOLES.at("CONFIG", names=names)] if names else ())]
-    return Source(config, flags, environment, place, tuple(found), tuple(_fill(config, "")) if names else ())
+    return Source(config, flags, environment, location, tuple(found), tuple(_fill(config, "")) if names else ())
 
 
 def _fill(node: Any, path: str) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _fill(node: Any, path: str) -> Iterator[str]:
         yield from _fill(value, where)
 
 
-def read_words(words: Sequence[str], place: str, environment: Mapping[str, str]) -> Source:
+def read_words(words: Sequence[str], location: str, environment: Mapping[str, str]) -> Source:
     """Read a command's words."""
     given, flags = list[str](), dict[str, Any]()
     if other := next(filter(None, map(_OTHER.search, words)), None):
@@ -145,7 +145,7 @@ def read_words(words: Sequence[str], place: str, environment: Mapping[str, str])
             flags[name] = True if value is None else value
     if not given and SIZE not in flags:
         raise UnreadableError(kinds.DYNAMO if DYNAMO_VLLM in words else kinds.FORM)
-    source = source_of(given[-1] if given else None, flags, environment, place)
+    source = source_of(given[-1] if given else None, flags, environment, location)
     if len(given) > 1:
         more = kinds.OPTION_TWICE.at(f"--{OPTION}", times=len(given))
         source = source._replace(findings=(more, *source.findings))
@@ -164,7 +164,9 @@ _SAYS = ("echo", "printf", "cat", "log", "info", "warn", "error", "die")
 _APOSTROPHE = re.compile(r"(?<=[a-zA-Z])'(?=[a-z]{1,2}\b)")  # of prose
 
 
-def read_script(text: str, place: str, environment: Mapping[str, str], *, is_folded: bool = False) -> Iterator[Source]:
+def read_script(
+    text: str, location: str, environment: Mapping[str, str], *, is_folded: bool = False
+) -> Iterator[Source]:
     """Read the engines that a shell's line or script starts, or a unit of systemd.
 
     ``is_folded``: YAML has put its lines together, but for those that are indented more deeply.
@@ -179,17 +181,17 @@ def read_script(text: str, place: str, environment: Mapping[str, str], *, is_fol
         if command[0] == "export" or command[0].startswith("Environment="):
             exported |= values
         line = " ".join(words)
-        network = "" if _ELSEWHERE.search(line) else environment.get(NETWORK, f"of {place}")
+        network = "" if _ELSEWHERE.search(line) else environment.get(NETWORK, f"of {location}")
         variables = {**exported, **values, NETWORK: network}
         variables |= {marks.ALONE: "1"} if not network and _DOCKER.search(line) else {}
         variables |= {marks.IMAGE: image} if (image := next(filter(STOCK_IMAGE.match, words), "")) else {}
         if is_folded and number and HAS_OPTION.match(words[0]):
-            yield Source(place=place, findings=(kinds.FOLDED.at("CONFIG"),))
+            yield Source(location=location, findings=(kinds.FOLDED.at("CONFIG"),))
         elif any(map(HAS_OPTION.match, words)) or (DYNAMO_VLLM in words and "--connector" in words):
-            yield from attempt(place, read_words, words, place, variables)
+            yield from attempt(location, read_words, words, location, variables)
         for word in () if words[0] in _SAYS else words:  # a line for another shell: bash -c, ssh
             if HAS_OPTION.search(word) and STARTS_VLLM.search(word) and " " in word:
-                yield from read_script(word, place, variables)
+                yield from read_script(word, location, variables)
         for name, value in values.items():
             known[name] = None if depth or is_guarded or given[name][2] else value
 

@@ -37,20 +37,20 @@ def _is_p2p(tier: object) -> bool:
 
 
 def compare(results: Mapping[str, CheckResult]) -> None:
-    """Warn of engines of one file, by their places, that can't hand KV over to each other, at the first of them."""
+    """Warn of engines of one file, by their locations, that can't hand KV over to each other, at the first of them."""
     engines = {
-        place: roles
-        for place, result in results.items()
+        location: roles
+        for location, result in results.items()
         if (roles := {each.hands_over: each.kv_role for each in result.connectors if each.hands_over})
     }
-    for place, roles in engines.items():
-        others = {kind for other, its in engines.items() if other != place for kind in its}
+    for location, roles in engines.items():
+        others = {kind for other, its in engines.items() if other != location for kind in its}
         if others and others.isdisjoint(roles):
             here, there = " and ".join(roles), " and ".join(sorted(others))
-            results[place].add(kinds.PAIR.at("kv_connector", here=here, others=there))
+            results[location].add(kinds.PAIR.at("kv_connector", here=here, others=there))
             return
     for kind in {kind: None for roles in engines.values() for kind in roles}:
-        its = {place: roles[kind] for place, roles in engines.items() if kind in roles}
+        its = {location: roles[kind] for location, roles in engines.items() if kind in roles}
         for role, lacks in (("kv_producer", "takes"), ("kv_consumer", "computes")):
             if len(its) > 1 and set(its.values()) == {role}:
                 found = kinds.PAIR_ROLES.at("kv_role", role=role, number=len(its), kind=kind, lacks=lacks)

@@ -35,7 +35,7 @@ class ConnectorResult:
     name: str
     kv_connector: str
     kv_role: str | None
-    is_isolated: bool
+    is_best_effort: bool
     facts: Facts | None = None
     hands_over: str = ""  # the class whose kind can take the KV, if it hands KV over to another engine
 

@@ -49,13 +49,13 @@ def check_entries(whole: Mapping[str, Any], *, is_stock: bool) -> Iterator[Findi
 
 
 def entries(parent: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place and entry of each connector of a configuration, as kvobs would get it, also of inner ones."""
+    """Yield the location and entry of each connector of a configuration, as kvobs would get it, also of inner ones."""
     for i, entry in enumerate(_connectors(parent)):
         if isinstance(entry, Mapping):
-            place = f"{path}{PATH}.connectors[{i}]"
-            yield place, entry
+            location = f"{path}{PATH}.connectors[{i}]"
+            yield location, entry
             if entry.get("kv_connector") == ROUTER and depth < _DEEPEST:
-                yield from entries(entry, f"{place}.", depth + 1)
+                yield from entries(entry, f"{location}.", depth + 1)
 
 
 def _connectors(parent: Mapping[str, Any]) -> list[Any]:
@@ -106,8 +106,8 @@ def _roles(whole: Mapping[str, Any]) -> Iterator[Finding]:
         role, where = next((first for first in one_way if first[0] in [*_OPPOSITE]), (None, ""))
     for i, entry in entries.items():
         if isinstance(role, str) and role in _OPPOSITE and entry.get("kv_role") == _OPPOSITE[role]:
-            place, allowed = f"{PATH}.connectors[{i}].kv_role", f"{role!r} or 'kv_both'"
-            yield kinds.ROLES.at(place, allowed, found=entry["kv_role"], where=where, role=role)
+            location, allowed = f"{PATH}.connectors[{i}].kv_role", f"{role!r} or 'kv_both'"
+            yield kinds.ROLES.at(location, allowed, found=entry["kv_role"], where=where, role=role)
 
 
 def _same_class(whole: Mapping[str, Any]) -> Iterator[Finding]:
@@ -256,15 +256,15 @@ def _unknown_tiers(tiers: Any) -> Iterator[Finding]:
         yield _wrong_type("secondary_tiers", tiers, "a list of objects", "a list of objects")
         return
     for i, tier in enumerate(tiers):
-        kind, place = tier.get("type"), f"secondary_tiers[{i}]."
+        kind, location = tier.get("type"), f"secondary_tiers[{i}]."
         if known and kind not in known and not (kind and tier.get("module_path")):
-            yield kinds.TIER.near(f"{place}type", str(kind), sorted(known))
+            yield kinds.TIER.near(f"{location}type", str(kind), sorted(known))
         elif parameters := parameters_of(*known.get(str(kind), ("", ""))):
             names, required, takes_all = parameters
             for key in sorted(required - _BY_VLLM - tier.keys()):
-                yield kinds.TIER_OPTION_MISSING.at(f"{place}{key}", tier=kind)
+                yield kinds.TIER_OPTION_MISSING.at(f"{location}{key}", tier=kind)
             for key in () if takes_all else tier.keys() - names - _OF_TIERS:
-                yield kinds.TIER_OPTION.near(f"{place}{key}", key, sorted(names - _BY_VLLM))
+                yield kinds.TIER_OPTION.near(f"{location}{key}", key, sorted(names - _BY_VLLM))
 
 
 def _of_others(name: str, extra: Mapping[str, Any]) -> Iterator[Finding]:

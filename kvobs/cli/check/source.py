@@ -48,8 +48,8 @@ _MAKERS = ("LLMInferenceService", "LLMInferenceServiceConfig", "RayService", "Ra
 def read(argument: str) -> list[Source]:
     """Read the configurations that CONFIG names or is, at least one; each that can't be read has the reason."""
     sources = launch.attempt("", lambda: parse(_text(argument)))
-    is_script = len(sources) > 1 and not any(source.place for source in sources)
-    return [source._replace(place=f"command {n}") for n, source in enumerate(sources, 1)] if is_script else sources
+    is_script = len(sources) > 1 and not any(source.location for source in sources)
+    return [source._replace(location=f"command {n}") for n, source in enumerate(sources, 1)] if is_script else sources
 
 
 def _text(argument: str) -> str:
@@ -65,8 +65,8 @@ def _text(argument: str) -> str:
         raise UnreadableError(kinds.FILE, file=argument[:200], problem=problem) from None
 
 
-def parse(text: str, place: str = "", environment: Mapping[str, str] = {}) -> list[Source]:
-    """Return the configurations in a text, at a place within a file if given; ``UnreadableError`` if it has none."""
+def parse(text: str, location: str = "", environment: Mapping[str, str] = {}) -> list[Source]:
+    """Return the configurations in a text, at a location within a file if given; ``UnreadableError`` if it has none."""
     is_folded, text = isinstance(text, _Folded), text.removeprefix("\ufeff")
     environment = {**environment, **({marks.ELSEWHERE: "1"} if _IN_AN_IMAGE.search(text) else {})}
     lines = (line for line in map(str.strip, text.splitlines()) if line and not re.match(r"#(?!!)", line))
@@ -77,20 +77,24 @@ def parse(text: str, place: str = "", environment: Mapping[str, str] = {}) -> li
         raise UnreadableError(kinds.PYTHON)
     first = next(lines, first) if first.startswith("#!") else first
     if blocks := [] if first[0] in "{[" else [block for block in _FENCED.findall(text) if _has_any(block)]:
-        return [source for block in blocks for source in launch.attempt(place, parse, block, place, environment)]
+        return [source for block in blocks for source in launch.attempt(location, parse, block, location, environment)]
     if _FIRST_OF_YAML.match(first):
-        return _read_yaml(text, place, environment)
+        return _read_yaml(text, location, environment)
     if first[0] not in "{[" or _FIRST_OF_SHELL.match(first):
-        if sources := list(launch.read_script(text, place, environment, is_folded=is_folded)):
+        if sources := list(launch.read_script(text, location, environment, is_folded=is_folded)):
             return sources
         if HAS_OPTION.search(text):
             raise UnreadableError(kinds.FORM)
         if STARTS_VLLM.search(text):
             raise UnreadableError(kinds.DYNAMO_LINE if DYNAMO_VLLM in text else kinds.NONE_IN_LINE)
     config, _ = launch.read_json(text)
-    if isinstance(config, dict) and _KEYS.isdisjoint(config) and (engines := _found_in([config], place, environment)):
+    if (
+        isinstance(config, dict)
+        and _KEYS.isdisjoint(config)
+        and (engines := _found_in([config], location, environment))
+    ):
         return engines
-    return [launch.source_of(text, {}, environment, place)]
+    return [launch.source_of(text, {}, environment, location)]
 
 
 def _has_any(text: str) -> bool:
@@ -124,7 +128,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_yaml_str)
 
 
-def _read_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[Source]:
+def _read_yaml(text: str, location: str, environment: Mapping[str, str]) -> list[Source]:
     """Read vLLM's YAML file, the configuration itself as YAML, or a file with engines somewhere in it."""
     documents = []
     try:
@@ -135,14 +139,16 @@ def _read_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[So
     except Exception as error:  # whatever PyYAML raises, such as an IndexError of `!!int` without a number
         if "{{" in text or "{%" in text:
             raise UnreadableError(kinds.TEMPLATE) from None
-        sources = launch.attempt(place, launch.read_script, text, place, environment)  # a rule of make begins likewise
+        sources = launch.attempt(
+            location, launch.read_script, text, location, environment
+        )  # a rule of make begins likewise
         found = {finding.kind for source in sources for finding in source.findings}
         if sources and not any(kind.level is Level.MISTAKE or kind is kinds.QUOTE_IN_SCRIPT for kind in found):
             return sources
         if not re.search(r"kv[-_](?:transfer|connector)", text):
             raise UnreadableError(kinds.NOTHING) from None
         raise UnreadableError(kinds.YAML, error=" ".join(str(error).split())) from None
-    sources = _found_in(documents, place, environment)
+    sources = _found_in(documents, location, environment)
     if not sources:
         if made := _MAKES.search(dumped):
             raise UnreadableError(kinds.CHART, key=made[1])
@@ -153,10 +159,10 @@ def _read_yaml(text: str, place: str, environment: Mapping[str, str]) -> list[So
     return [source._replace(findings=twice + source.findings) for source in sources]
 
 
-def _found_in(documents: list[Any], place: str, environment: Mapping[str, str]) -> list[Source]:
+def _found_in(documents: list[Any], location: str, environment: Mapping[str, str]) -> list[Source]:
     """Return the engines in a file's documents; of objects of Kubernetes without one, that it is so."""
     dumped = json.dumps(documents, default=str)
-    sources = [source for node in documents for source in _engines(node, place or _name_of(node), environment)]
+    sources = [source for node in documents for source in _engines(node, location or _name_of(node), environment)]
     if not sources and '"apiVersion": ' in dumped and not (_MAKES.search(dumped) or _SET_ELSEWHERE.search(dumped)):
         raise UnreadableError(kinds.NO_ENGINE_HERE)
     return sources
@@ -168,58 +174,60 @@ def _name_of(document: Any) -> str:
     return f"{document.get('kind')} {about.get('name')}" if isinstance(about, dict) else ""
 
 
-def _engines(node: Any, place: str, environment: Mapping[str, str], *, in_shell: bool = False) -> Iterator[Source]:
+def _engines(node: Any, location: str, environment: Mapping[str, str], *, in_shell: bool = False) -> Iterator[Source]:
     """Yield the configurations within a part of a document; ``in_shell``: a text is the script of a shell."""
     if isinstance(node, str):
         text: str = _expanded(node, environment)
         if isinstance(node, _Folded):
-            text = _Folded(text) if in_shell or place.rpartition(".")[2] in _SHELL_KEYS else re.sub(r"\s+", " ", text)
+            text = (
+                _Folded(text) if in_shell or location.rpartition(".")[2] in _SHELL_KEYS else re.sub(r"\s+", " ", text)
+            )
         if (bare := _BARE.search(text)) and not in_shell and "\n" not in text.strip():
             with suppress(ValueError):  # a program that splits at white space takes JSON without quotes around it
                 end = json.JSONDecoder().raw_decode(text, bare.end())[1]
                 text = f"{text[: bare.end()]}{shlex.quote(text[bare.end() : end])}{text[end:]}"
         is_line = HAS_OPTION.search(text) and re.search(r"[=\s]", text.strip())
         if is_line or _IS_CONFIG.search(text):  # also a file in a ConfigMap, or the value of a patch
-            yield from launch.attempt(place, parse, text, place, environment)
+            yield from launch.attempt(location, parse, text, location, environment)
         elif _IS_FLOW.match(text):
-            yield from launch.attempt(place, _read_yaml, text, place, environment)
+            yield from launch.attempt(location, _read_yaml, text, location, environment)
     elif isinstance(node, list):
         words = [_expanded(str(word), environment) for word in node if isinstance(word, str | int | float)]
         if any(map(HAS_OPTION.match, words)) or {DYNAMO_VLLM, "--connector"} <= {*words}:
-            yield from launch.attempt(place, launch.read_words, words, place, environment)
+            yield from launch.attempt(location, launch.read_words, words, location, environment)
         else:
             is_script = any(re.fullmatch(r"-\w*c", word) for word in words[:-1])
             for i, inner in enumerate(node):
-                yield from _engines(inner, f"{place}[{i}]", environment, in_shell=is_script)
+                yield from _engines(inner, f"{location}[{i}]", environment, in_shell=is_script)
     elif isinstance(node, dict):
-        yield from _of_mapping(node, place, environment)
+        yield from _of_mapping(node, location, environment)
 
 
 def _expanded(text: str, environment: Mapping[str, str]) -> str:
-    """Return a text with defaults in the place of variables, and what Kubernetes replaces by the container's own."""
+    """Return a text with defaults in the location of variables, and what Kubernetes replaces by the container's own."""
     text = re.sub(r"\$\((\w+)\)", lambda match: environment.get(match[1], match[0]), text)
     return launch.substitute(text.replace("$$", "$"), {})  # what compose and Kubernetes write for one
 
 
-def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]) -> Iterator[Source]:
+def _of_mapping(node: dict[Any, Any], location: str, environment: Mapping[str, str]) -> Iterator[Source]:
     options = {str(key).replace("_", "-"): value for key, value in node.items()}
-    if f"--{OPTION}" in options and place.endswith("]"):
-        yield _unreadable(place, kinds.COLON)
+    if f"--{OPTION}" in options and location.endswith("]"):
+        yield _unreadable(location, kinds.COLON)
     elif _is_config(node):
-        yield from launch.attempt(place, launch.source_of, node, {}, environment, place)
+        yield from launch.attempt(location, launch.source_of, node, {}, environment, location)
     elif options.get(OPTION) not in (None, "") or options.get(SIZE) not in (None, ""):
-        yield from _of_options(options, place, environment)
+        yield from _of_options(options, location, environment)
     else:
         environment = {**environment, **_about(node, environment)}
         match node:
             case {"lmcacheConfig": {"enabled": True}}:
                 is_second = HAS_OPTION.search(json.dumps(node.get("vllmConfig"), default=str))
-                yield _unreadable(place, kinds.LMCACHE_CONFIG if is_second else kinds.LMCACHE_CHART)
+                yield _unreadable(location, kinds.LMCACHE_CONFIG if is_second else kinds.LMCACHE_CHART)
         if _list(node.get("command")) and _list(node.get("args")):
             node = {**node, "command": None, "args": [*node["command"], *node["args"]]}
         used = set(re.findall(r"\$[({]?(\w+)", json.dumps([node.get("command"), node.get("args")], default=str)))
         for key, value in node.items():
-            where = f"{place}.{key}".lstrip(".")
+            where = f"{location}.{key}".lstrip(".")
             if key == "kvCacheOffloading" and value:
                 yield _unreadable(where, kinds.KSERVE)
             elif key in ("env", "environment") and isinstance(value, dict | list):
@@ -230,18 +238,18 @@ def _of_mapping(node: dict[Any, Any], place: str, environment: Mapping[str, str]
                 yield from _engines(value, where, environment)
 
 
-def _of_options(options: Mapping[str, Any], place: str, environment: Mapping[str, str]) -> Iterator[Source]:
+def _of_options(options: Mapping[str, Any], location: str, environment: Mapping[str, str]) -> Iterator[Source]:
     """Yield the configuration among vLLM's options; of the others those that are known."""
     options = {key: each for key, each in options.items() if key == OPTION or not launch.UNKNOWN.search(str(each))}
-    options |= {LAUNCHER: RAY} if RAY in place else {}
+    options |= {LAUNCHER: RAY} if RAY in location else {}
     if OPTION in options or SIZE in options:
-        yield from launch.attempt(place, launch.source_of, options.get(OPTION), options, environment, place)
+        yield from launch.attempt(location, launch.source_of, options.get(OPTION), options, environment, location)
     else:
-        yield _unreadable(place, kinds.SIZE_VALUE)
+        yield _unreadable(location, kinds.SIZE_VALUE)
 
 
-def _unreadable(place: str, kind: Kind) -> Source:
-    return Source(place=place, findings=(kind.at("CONFIG"),))
+def _unreadable(location: str, kind: Kind) -> Source:
+    return Source(location=location, findings=(kind.at("CONFIG"),))
 
 
 def _is_config(node: Mapping[Any, Any]) -> bool:

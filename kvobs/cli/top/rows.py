@@ -100,7 +100,7 @@ def server_row(address: str, before: Scrape | None, after: Scrape) -> Server:
         vllm_version=now.label(signals.BUILD_INFO, "vllm_version"),
         kvobs_version=now.label(signals.BUILD_INFO, "version"),
         seconds=seconds,
-        telemetry_s_per_s=grown.total(signals.SELF_SECONDS) / (seconds or 1),
+        telemetry_s_per_s=grown.total(signals.OVERHEAD_SECONDS) / (seconds or 1),
         internal_errors=int(now.total(signals.INTERNAL_ERRORS)),
         running=_integer(vllm, RUNNING),
         waiting=_integer(vllm, WAITING),
@@ -141,7 +141,7 @@ def _connector_row(owner: Owner, numbers: Numbers, seconds: float) -> ConnectorR
     ranks = {rank: n for rank, n in numbers.by_label(signals.SLOWEST_RANK, "rank").items() if n > 0}
     slowest = max(ranks, key=lambda rank: ranks[rank], default=None)
     gain_s = numbers.total(signals.PREFILL_SAVED) - numbers.total(signals.LOAD_WAITED)
-    calls = [(age, _place(labels)) for labels, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ())]
+    calls = [(age, _call_site(labels)) for labels, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ())]
     call_s, call = max(calls, default=(None, None))
     return ConnectorRow(
         *owner,
@@ -176,7 +176,7 @@ def _connector_row(owner: Owner, numbers: Numbers, seconds: float) -> ConnectorR
     )
 
 
-def _place(labels: Mapping[str, str]) -> str:
+def _call_site(labels: Mapping[str, str]) -> str:
     """Return which call it is, and where."""
     rank = labels.get("rank", "?")
     return f"{labels.get('hook')} on {f'rank {rank}' if rank.isdecimal() else rank}"
@@ -213,7 +213,7 @@ def _judge(
             "ended": max(numbers.values(signals.ENGINE_ENDED), default=0),
             "call": row.call_s,
             **ages,
-            "resume": None if computes else ages.get("resume"),
+            "awaiting_schedule": None if computes else ages.get("awaiting_schedule"),
             "corrupt_blocks": now.total(signals.CORRUPT_BLOCKS, engine=engine, connector=row.connector),
             "quarantined": row.quarantined,
             "failing_share": (numbers.total(signals.LOADS, outcome="failed") + raised)

@@ -21,7 +21,7 @@ from kvobs.cli.trace.loads import LoadTrace, load_traces, rows
 from kvobs.cli.trace.reading import spans_in
 from kvobs.cli.waterfall import took, tree
 from kvobs.page import files
-from kvobs.page.description import place_of
+from kvobs.page.description import process_name
 
 AT_MOST = 10
 DAY_S = 86400
@@ -69,7 +69,7 @@ def trace(
             event
             for engine, page in here
             for event in chrome.process_events(
-                page.pid, f"{place_of(page.rank)}, pid {page.pid}, engine {names[engine]}", (page.rank or 0) - 1
+                page.pid, f"{process_name(page.rank)}, pid {page.pid}, engine {names[engine]}", (page.rank or 0) - 1
             )
         ]
         chrome.write([*tracks, *chrome.load_events(loads, pids, zero_ns)], zero_ns, chrome_file)

@@ -25,11 +25,11 @@ from kvobs.schema.config import RESERVED_NAME
 from kvobs.vllm_api import versions
 
 as_dict = versions.stats_reader()
-_ENTRIES_AT_MOST = 1_000  # children: names come from the peer
+_ENTRIES_AT_MOST = 1_000  # connectors: names come from the peer
 
 
 class RawStats(KVConnectorStats):
-    """Stats of a child of unknown class: numbers are summed, anything else keeps its last value."""
+    """Stats of a connector of unknown class: numbers are summed, anything else keeps its last value."""
 
     data: dict[str, Any]
 
@@ -148,22 +148,22 @@ class StatsParts:
         self._classes = classes
         self._paths = tuple(classes.items())
 
-    def of(self, stats: KVConnectorStats, child: int) -> KVConnectorStats | None:
+    def of(self, stats: KVConnectorStats, index: int) -> KVConnectorStats | None:
         """Return a connector's part; None if there is none, or its class can't build it."""
-        name, path = self._paths[child]
+        name, path = self._paths[index]
         part = stats.data.get(name)
         if part is None or (isinstance(part, KVConnectorStats) and not isinstance(part, RawStats)):
             return part
-        built = _rebuild_child(name, path, as_dict(part))  # raw, as its class could not merge the stats of two ranks
+        built = _rebuild_one(name, path, as_dict(part))  # raw, as its class could not merge the stats of two ranks
         if built is None or isinstance(built, RawStats):
             return None
         stats.data[name] = built
         return built
 
-    def replaced(self, stats: KVConnectorStats | None, child: int, part: KVConnectorStats | None) -> KVConnectorStats:
+    def replaced(self, stats: KVConnectorStats | None, index: int, part: KVConnectorStats | None) -> KVConnectorStats:
         """Return the stats with another part of a connector, or without one (None)."""
         stats = MultiKVConnectorStats() if stats is None else stats
-        name, _ = self._paths[child]
+        name, _ = self._paths[index]
         if part is None:
             stats.data.pop(name, None)
         else:
@@ -187,7 +187,7 @@ def rebuild(data: Any) -> MultiKVConnectorStats:
             elif isinstance(value, KVConnectorStats):
                 rebuilt[name] = value
             elif len(rebuilt) < _ENTRIES_AT_MOST:
-                stats = _rebuild_child(name, ours.data.get(name), as_dict(value))
+                stats = _rebuild_one(name, ours.data.get(name), as_dict(value))
                 if stats is not None:
                     rebuilt[name] = stats
     except Exception:
@@ -196,12 +196,12 @@ def rebuild(data: Any) -> MultiKVConnectorStats:
 
 
 def class_path(connector_class: type) -> str:
-    """Return "module:Class", by which ``rebuild`` finds a child's class."""
+    """Return "module:Class", by which ``rebuild`` finds a connector's class."""
     return f"{connector_class.__module__}:{connector_class.__qualname__}"
 
 
-def _rebuild_child(name: str, path: str | None, data: dict[str, Any]) -> KVConnectorStats | None:
-    """Return the stats object that the child's class builds; None if it has none, as in vLLM's class."""
+def _rebuild_one(name: str, path: str | None, data: dict[str, Any]) -> KVConnectorStats | None:
+    """Return the stats object that the connector's class builds; None if it has none, as in vLLM's class."""
     if path and (connector_class := _class_at(path)) is not None:
         try:
             stats = connector_class.build_kv_connector_stats(data=data)
@@ -230,7 +230,7 @@ def _class_at(path: str) -> Any:
 
 
 def _attempt(name: str, problem: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Return the answer of a child's stats; None if they raise, which is logged once."""
+    """Return the answer of a connector's stats; None if they raise, which is logged once."""
     try:
         return call(*args)
     except Exception:

@@ -132,7 +132,7 @@ class Reports(Observer):
     def noted(self, notes: Sequence[Any]) -> None:
         for note in notes:
             if isinstance(note, WrongBlocks) and (report := self._live.get(note.request)) is not None:
-                report.got_wrong_blocks(note.child, note.blocks)
+                report.got_wrong_blocks(note.connector_index, note.blocks)
 
     def request_ended(self, request: ObservedRequest) -> None:
         self._live.pop(request.request_id, None)

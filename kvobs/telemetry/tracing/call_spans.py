@@ -1,4 +1,4 @@
-"""Write spans of single calls into children: slow and failed ones, and with level ``calls`` all of them.
+"""Write spans of single calls into connectors: slow and failed ones, and with level ``calls`` all of them.
 
 A call about a request is in that request's trace; a worker's call that loads is a child of the load's span; any other
 call belongs to its step, which has its own trace.
@@ -22,7 +22,7 @@ LINKS_AT_MOST = 8  # to the other loads of the same call
 
 
 class StepTraces(NamedTuple):
-    """The traces of one step's calls: the step's own trace, if any, and the loads that begin in it, by child."""
+    """The traces of one step's calls: the step's own trace, if any, and the loads that begin in it, by connector."""
 
     step: TraceContext | None
     loads: Mapping[int, Sequence[TraceContext]]
@@ -80,7 +80,7 @@ class CallSpans:
             self.journal.drop()
             return
         reason = Reason.ERROR if event.error else Reason.SLOW if event.is_slow else Reason.LEVEL
-        attributes: dict[str, Value] = {spans.CONNECTOR: self.names[event.child], spans.HOOK: event.hook}
+        attributes: dict[str, Value] = {spans.CONNECTOR: self.names[event.connector_index], spans.HOOK: event.hook}
         if self.rank is not None:
             attributes[spans.RANK] = self.rank
         if event.error:
@@ -102,7 +102,7 @@ class CallSpans:
     def _parents(self, event: CallEvent) -> Sequence[TraceContext]:
         """Return the loads that a call serves, else its step's trace, without a span."""
         traces = self.step
-        if traces is not None and event.hook in LOADING and (loads := traces.loads.get(event.child)):
+        if traces is not None and event.hook in LOADING and (loads := traces.loads.get(event.connector_index)):
             return loads
         trace = traces.step if traces is not None and traces.step is not None else self._new_trace()
         return [trace._replace(span_id="")]

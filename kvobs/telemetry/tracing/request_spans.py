@@ -116,7 +116,7 @@ class RequestSpans:
 
     def _of_lookup(self, trace: Trace, lookup: LookupResult) -> dict[str, Value]:
         """Return the attributes of a lookup's offers."""
-        offers: dict[str, Value] = {self._offered[offer.child]: offer.tokens for offer in lookup.offers}
+        offers: dict[str, Value] = {self._offered[offer.connector_index]: offer.tokens for offer in lookup.offers}
         return offers | {spans.LOCAL_TOKENS: lookup.local, spans.PROMPT_TOKENS: trace.prompt_tokens}
 
     def is_slow(self, load: Load) -> bool:
@@ -130,7 +130,7 @@ class RequestSpans:
             return
         mode = "async" if load.is_async else "sync"
         attributes: dict[str, Value] = {
-            spans.CONNECTOR: self._names[load.child],
+            spans.CONNECTOR: self._names[load.connector_index],
             spans.MODE: mode,
             spans.OUTCOME: load.outcome,
             spans.TOKENS: load.tokens,
@@ -175,12 +175,12 @@ class RequestSpans:
         more = attributes | {spans.ERROR_TYPE: WRONG_BYTES}
         self._journal.add([opened.record(spans.LOAD_WRONG, now_ns, now_ns, Reason.ERROR, more)])
 
-    def saved(self, opened: Opened, child: int, save: Save, ended_ns: int) -> None:
+    def saved(self, opened: Opened, index: int, save: Save, ended_ns: int) -> None:
         """Write the spans of a promised save that has ended."""
         reason = opened.trace.why()
         if reason is None:
             return
-        attributes: dict[str, Value] = {spans.CONNECTOR: self._names[child], spans.OUTCOME: "ok"}
+        attributes: dict[str, Value] = {spans.CONNECTOR: self._names[index], spans.OUTCOME: "ok"}
         held_ns = max(0, ended_ns - save.promised_ns)
         ended_ns = save.promised_ns + held_ns
         head = opened.record(spans.SAVE, save.promised_ns, ended_ns, reason, attributes | _compared(save), held_ns)

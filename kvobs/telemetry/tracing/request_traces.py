@@ -25,7 +25,7 @@ Call = Callable[..., Any]
 class Traces(Observer):
     """The traces of all live requests, and of their open loads and promised saves.
 
-    ``calls`` traces the calls into the children. ``activated`` returns a call about a request with that request's
+    ``calls`` traces the calls into the connectors. ``activated`` returns a call about a request with that request's
     context active in it; None: it is not to be.
     """
 
@@ -160,19 +160,19 @@ class Traces(Observer):
 
     def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
         """Begin the spans of the promised saves, and write the spans of the saves that are done."""
-        for child in (*promised, *early):
+        for index in (*promised, *early):
             if (opened := self._open(request_id)) is None:
                 return
             opened.trace.handed_id = opened.trace.handed_id or opened.span_id
-            if child in promised:
-                self._saves[child, request_id] = opened
+            if index in promised:
+                self._saves[index, request_id] = opened
             else:
-                self._spans.saved(opened, child, early[child], early[child].promised_ns)
+                self._spans.saved(opened, index, early[index], early[index].promised_ns)
 
-    def saved(self, request_id: str, child: int, save: Save, ended_ns: int) -> None:
-        opened = self._saves.pop((child, request_id), None)
+    def saved(self, request_id: str, index: int, save: Save, ended_ns: int) -> None:
+        opened = self._saves.pop((index, request_id), None)
         if opened is not None and not save.is_abandoned:
-            self._spans.saved(opened, child, save, ended_ns)
+            self._spans.saved(opened, index, save, ended_ns)
 
     def request_ended(self, request: ObservedRequest) -> None:
         """Forget the request, and write the spans that are still open: of lookups, and of a load in vain."""

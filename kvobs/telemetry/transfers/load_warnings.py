@@ -36,7 +36,7 @@ class SlowLoads(Observer):
     def load_ended(self, request_id: str, load: Load) -> None:
         if load.failed or load.aborted:
             return
-        name, recent = self._of[load.child]
+        name, recent = self._of[load.connector_index]
         slowest = load.slowest
         recent.slow.append(load.duration_ns > self._slow_ns)
         recent.late.append(slowest.rank if slowest is not None and slowest.skew_ns >= LATE_NS else None)
@@ -80,5 +80,5 @@ class SyncLoadWarnings(Observer):
         self._warnings = dict(warnings)
 
     def admitted(self, request_id: str, load: Load) -> None:
-        if not load.is_async and (warning := self._warnings.pop(load.child, None)) is not None:
+        if not load.is_async and (warning := self._warnings.pop(load.connector_index, None)) is not None:
             log.warning("%s", warning)

@@ -26,11 +26,11 @@ class OfferCounts(Observer):
         self._recorder = recorder
         self._minimum = minimum
 
-    def answered(self, child: int, outcome: Outcome) -> None:
-        self._recorder.count(child, _OUTCOMES[outcome])
+    def answered(self, index: int, outcome: Outcome) -> None:
+        self._recorder.count(index, _OUTCOMES[outcome])
 
-    def waited(self, child: int, ns: int) -> None:
-        self._recorder.observe(child, signals.LOOKUP_DELAY, ns)
+    def waited(self, index: int, ns: int) -> None:
+        self._recorder.observe(index, signals.LOOKUP_DELAY, ns)
 
     def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
         """Count the offers once: a lookup after a preemption, or after a failed load, offers the same again."""
@@ -39,27 +39,27 @@ class OfferCounts(Observer):
             count(owner, _ADMITTED, tokens)
         if not lookup.is_first:
             return
-        won = next((offer.tokens for offer in lookup.offers if offer.child == owner), 0)
+        won = next((offer.tokens for offer in lookup.offers if offer.connector_index == owner), 0)
         lost = "other_chosen" if owner is not None else "not_taken" if lookup.chosen != NOBODY else "declined"
         for offer in lookup.offers:
             if not offer.tokens:
                 continue
-            count(offer.child, _OFFERED, offer.tokens)
-            if offer.child == owner:
-                count(offer.child, _UNUSED["not_taken"], max(0, offer.tokens - tokens))
+            count(offer.connector_index, _OFFERED, offer.tokens)
+            if offer.connector_index == owner:
+                count(offer.connector_index, _UNUSED["not_taken"], max(0, offer.tokens - tokens))
             else:
-                reason = "below_minimum" if offer.tokens < self._minimum[offer.child] else lost
-                count(offer.child, _UNUSED_OFFERS)
-                count(offer.child, _UNUSED[reason], max(0, offer.tokens - won))
+                reason = "below_minimum" if offer.tokens < self._minimum[offer.connector_index] else lost
+                count(offer.connector_index, _UNUSED_OFFERS)
+                count(offer.connector_index, _UNUSED[reason], max(0, offer.tokens - won))
 
-    def sourced(self, child: int, tokens: int, sources: Mapping[str, int]) -> None:
+    def sourced(self, index: int, tokens: int, sources: Mapping[str, int]) -> None:
         """Count tokens by tier; as in vLLM, numbers that do not add up are ignored."""
         if sum(sources.values()) != tokens:
             sources = {"unspecified": tokens}
         for source, n in sources.items():
-            self._recorder.count(child, _SOURCES.get(source, _SOURCES["unspecified"]), n)
+            self._recorder.count(index, _SOURCES.get(source, _SOURCES["unspecified"]), n)
 
     def lapsed(self, offers: Sequence[Offer]) -> None:
         for offer in offers:
-            self._recorder.count(offer.child, _OFFERED, offer.tokens)
-            self._recorder.count(offer.child, _UNUSED["not_allocated"], offer.tokens)
+            self._recorder.count(offer.connector_index, _OFFERED, offer.tokens)
+            self._recorder.count(offer.connector_index, _UNUSED["not_allocated"], offer.tokens)

@@ -17,7 +17,8 @@ _GAUGES = {
     for kind in signals.IN_FLIGHT.labels["kind"]
 }
 _HELD = {kind: signals.slot(signals.HELD_TOKENS, kind) for kind in signals.HELD_TOKENS.labels["kind"]}
-_AWAITED = {"lookup": "the connector's answer", "resume": "vLLM's scheduler"}
+_AWAITED = {"lookup": "the connector's answer", "awaiting_schedule": "vLLM's scheduler"}
+_SHOWN = {"awaiting_schedule": "scheduling"}  # in the log
 _UNKNOWN_RANK = "unknown"
 _NAMED_AT_MOST = 4  # requests in a log line
 
@@ -41,9 +42,9 @@ class OpenTransfers(Observer):
     _kinds: dict[InProgress[str], tuple[int, str]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        for child, waiting in enumerate(self.lookups):
-            for kind, found in {"lookup": waiting, **self.ledger.in_flight[child]}.items():
-                self._kinds[found] = child, kind
+        for index, waiting in enumerate(self.lookups):
+            for kind, found in {"lookup": waiting, **self.ledger.in_flight[index]}.items():
+                self._kinds[found] = index, kind
                 self.changes |= found.changes
                 found.changes = self.changes
 
@@ -52,26 +53,28 @@ class OpenTransfers(Observer):
         """Set the gauges of what has changed."""
         while self.changes:
             found = self.changes.pop()
-            (child, kind), n = self._kinds[found], len(found)
+            (index, kind), n = self._kinds[found], len(found)
             in_flight, oldest = _GAUGES[kind]
-            self.recorder.set_gauge(child, in_flight, n)
-            self.recorder.set_gauge(child, oldest, found.oldest_ns - WALL_OFFSET if n else 0)
+            self.recorder.set_gauge(index, in_flight, n)
+            self.recorder.set_gauge(index, oldest, found.oldest_ns - WALL_OFFSET if n else 0)
             if kind in _HELD:
-                self.recorder.set_gauge(child, _HELD[kind], found.tokens)
+                self.recorder.set_gauge(index, _HELD[kind], found.tokens)
 
     @contained("record")
     def log_late(self) -> None:
         """Log once what waits for long."""
         now_ns = wall_ns()
         before_ns = now_ns - int(self.stuck_after_s * 1e9)
-        for found, (child, kind) in self._kinds.items():
+        for found, (index, kind) in self._kinds.items():
             late = found.take_late(before_ns) if found else ()
             # Those that some ranks have reported are stuck.
-            if late := [each for each in late if (kind, child, each[0]) not in self.ledger.incomplete]:
+            if late := [each for each in late if (kind, index, each[0]) not in self.ledger.incomplete]:
                 requests, since, tokens = zip(*late, strict=True)
                 age_s, awaited = (now_ns - since[0]) / 1e9, _AWAITED.get(kind) or named_ranks(range(self.ranks))
                 text = "connector %r: %s of %s in progress for %.0f s (%d tokens), waiting for %s"
-                log.warning(text, self.names[child], kind, _listed(requests), age_s, sum(tokens), awaited)
+                log.warning(
+                    text, self.names[index], _SHOWN.get(kind, kind), _listed(requests), age_s, sum(tokens), awaited
+                )
 
     def request_ended(self, request: ObservedRequest) -> None:
         """Set the gauges: a client may leave while the engine makes no step."""
@@ -92,20 +95,20 @@ class OpenTransfers(Observer):
         """
         load = self.ledger.load(stuck.request)
         if load is not None and load.is_in:
-            self._note([(load.child, stuck._replace(kind="load"))])
+            self._note([(load.connector_index, stuck._replace(kind="load"))])
 
     def _note(self, found: Sequence[tuple[int, Stuck]]) -> None:
         alike: dict[tuple[int, str, tuple[int, ...]], list[str]] = {}
-        for child, (kind, request, missing) in found:
-            alike.setdefault((child, kind, missing), []).append(request)
+        for index, (kind, request, missing) in found:
+            alike.setdefault((index, kind, missing), []).append(request)
             for rank in missing or (_UNKNOWN_RANK,):
-                self.recorder.count_open(child, signals.STUCK_TRANSFERS, str(rank))
-        for (child, kind, missing), requests in alike.items():
+                self.recorder.count_dynamic(index, signals.STUCK_TRANSFERS, str(rank))
+        for (index, kind, missing), requests in alike.items():
             text = (
                 "connector %r: %s of %s is stuck: %g s after another rank reported it, there is no report from %s. "
                 "The blocks stay held until it arrives (kvobs_stuck_transfers_total)"
             )
-            name, ranks = self.names[child], named_ranks(missing)
+            name, ranks = self.names[index], named_ranks(missing)
             log.warning(text, name, kind, _listed(requests), self.stuck_after_s, ranks)
 
 

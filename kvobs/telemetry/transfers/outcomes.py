@@ -8,7 +8,7 @@ from kvobs.log import line, log, once
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.events import Observer
-from kvobs.state.transfers import Gain, Load, Save, Slowest, Stray
+from kvobs.state.transfers import Gain, Load, Save, Slowest, UnexpectedReport
 
 _LOADS = {labels: signals.slot(signals.LOADS, *labels) for labels in product(*signals.LOADS.labels.values())}
 _LOAD_TOKENS = signals.slot(signals.LOAD_TOKENS)
@@ -21,9 +21,9 @@ _ESTIMATED = signals.slot(signals.ESTIMATED_LOADS)
 _SLOWER = signals.slot(signals.LOADS_SLOWER)
 _SAVED, _ABANDONED = (signals.slot(signals.SAVES, outcome) for outcome in ("ok", "abandoned"))
 _FAILED_SYNC = signals.slot(signals.FAILED_SYNC_LOADS)
-_STRAY = {
+_UNEXPECTED = {
     kind: f"connector %r reported {what} of request %s, which it was not chosen to {deed}. {effect}. Such reports are "
-    "counted (kvobs_stray_reports_total)"
+    "counted (kvobs_unexpected_reports_total)"
     for kind, what, deed, effect in (
         (
             "load",
@@ -60,8 +60,8 @@ class Outcomes(Observer):
         if load.failed or by_error:
             self._failed(load)
         else:
-            self._recorder.count(load.child, _LOADS[_mode(load), "aborted"])
-            self._recorder.count(load.child, _ABORTED, load.tokens)
+            self._recorder.count(load.connector_index, _LOADS[_mode(load), "aborted"])
+            self._recorder.count(load.connector_index, _ABORTED, load.tokens)
 
     def load_ended(self, request_id: str, load: Load) -> None:
         if load.failed:
@@ -69,75 +69,75 @@ class Outcomes(Observer):
                 self._failed(load)
             return
         count, mode = self._recorder.count, _mode(load)
-        count(load.child, _LOAD_TOKENS, load.tokens)
-        count(load.child, _LOAD_BYTES, load.size)
+        count(load.connector_index, _LOAD_TOKENS, load.tokens)
+        count(load.connector_index, _LOAD_BYTES, load.size)
         if load.aborted:  # counted when its request ended
             return
-        count(load.child, _LOADS[mode, "ok"])
-        self._recorder.observe(load.child, signals.LOAD_DURATION, load.duration_ns, mode)
-        self._compare_ranks(load.child, load.slowest, "load")
+        count(load.connector_index, _LOADS[mode, "ok"])
+        self._recorder.observe(load.connector_index, signals.LOAD_DURATION, load.duration_ns, mode)
+        self._compare_ranks(load.connector_index, load.slowest, "load")
 
     def _failed(self, load: Load) -> None:
-        self._recorder.count(load.child, _LOADS[_mode(load), "failed"])
-        self._recorder.count(load.child, _RECOMPUTED, load.recomputed_tokens)
+        self._recorder.count(load.connector_index, _LOADS[_mode(load), "failed"])
+        self._recorder.count(load.connector_index, _RECOMPUTED, load.recomputed_tokens)
 
     def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
         """Record the time that a request waited for its load, and the time saved."""
         if gain.resume_ns is not None:
-            self._recorder.observe(load.child, signals.LOAD_RESUME_DELAY, gain.resume_ns)
+            self._recorder.observe(load.connector_index, signals.LOAD_RESUME_DELAY, gain.resume_ns)
         if gain.saved_ns is not None:
-            self._recorder.count(load.child, _ESTIMATED)
-            self._recorder.count(load.child, _PREFILL_SAVED, gain.saved_ns)
-            self._recorder.count(load.child, _LOAD_WAITED, gain.waited_ns)
-            self._recorder.count(load.child, _SLOWER, int(gain.is_slower))
+            self._recorder.count(load.connector_index, _ESTIMATED)
+            self._recorder.count(load.connector_index, _PREFILL_SAVED, gain.saved_ns)
+            self._recorder.count(load.connector_index, _LOAD_WAITED, gain.waited_ns)
+            self._recorder.count(load.connector_index, _SLOWER, int(gain.is_slower))
 
     def promised(self, request_id: str, promised: Mapping[int, Save], early: Mapping[int, Save]) -> None:
-        for child, save in early.items():
-            self._saved(child, save, save.promised_ns)
+        for index, save in early.items():
+            self._saved(index, save, save.promised_ns)
 
-    def saved(self, request_id: str, child: int, save: Save, ended_ns: int) -> None:
+    def saved(self, request_id: str, index: int, save: Save, ended_ns: int) -> None:
         if save.is_abandoned:
-            self._recorder.count(child, _ABANDONED)
+            self._recorder.count(index, _ABANDONED)
         else:
-            self._saved(child, save, ended_ns)
+            self._saved(index, save, ended_ns)
 
-    def _saved(self, child: int, save: Save, ended_ns: int) -> None:
+    def _saved(self, index: int, save: Save, ended_ns: int) -> None:
         """Record a save that is done on every rank: its blocks were held from the promise until then."""
-        self._recorder.count(child, _SAVED)
-        self._recorder.observe(child, signals.SAVE_HOLD, ended_ns - save.promised_ns)
-        self._compare_ranks(child, save.slowest, "save")
+        self._recorder.count(index, _SAVED)
+        self._recorder.observe(index, signals.SAVE_HOLD, ended_ns - save.promised_ns)
+        self._compare_ranks(index, save.slowest, "save")
 
-    def _compare_ranks(self, child: int, slowest: Slowest | None, kind: str) -> None:
+    def _compare_ranks(self, index: int, slowest: Slowest | None, kind: str) -> None:
         if slowest is not None:
-            self._recorder.observe(child, signals.RANK_SKEW, slowest.skew_ns, kind)
-            self._recorder.count_open(child, signals.SLOWEST_RANK, str(slowest.rank))
+            self._recorder.observe(index, signals.RANK_SKEW, slowest.skew_ns, kind)
+            self._recorder.count_dynamic(index, signals.SLOWEST_RANK, str(slowest.rank))
 
-    def stray(self, report: Stray) -> None:
-        """Count and log a stray report: its child does not own the transfer."""
-        self._recorder.count(report.child, signals.slot(signals.STRAY_REPORTS, report.kind))
-        name, kind = self._names[report.child], report.kind
-        once(f"stray:{name}:{kind}", logging.WARNING, _STRAY[kind], name, line(report.request))
+    def unexpected(self, report: UnexpectedReport) -> None:
+        """Count and log an unexpected report: its connector does not own the transfer."""
+        self._recorder.count(report.connector_index, signals.slot(signals.UNEXPECTED_REPORTS, report.kind))
+        name, kind = self._names[report.connector_index], report.kind
+        once(f"unexpected:{name}:{kind}", logging.WARNING, _UNEXPECTED[kind], name, line(report.request))
 
-    def sync_loads_failed(self, child: int, loads: Sequence[Load]) -> None:
+    def sync_loads_failed(self, index: int, loads: Sequence[Load]) -> None:
         """Count failed synchronous loads; log which connectors reported the failure, and which may have saved it."""
-        self._recorder.count(child, _FAILED_SYNC, len(loads))
+        self._recorder.count(index, _FAILED_SYNC, len(loads))
         blamed_by = sorted({connector for load in loads for connector in load.blamed_by})
         reporters = ", ".join(repr(self._names[connector]) for connector in blamed_by)
         why = f": connector {reporters} reported the failure, and may have written into its blocks" if reporters else ""
-        siblings = ", ".join(name for sibling, name in enumerate(self._names) if sibling != child) or "none"
+        siblings = ", ".join(name for sibling, name in enumerate(self._names) if sibling != index) or "none"
         text = (
             "a synchronous load of connector %r failed%s. Other connectors (%s) may have saved its unfilled blocks "
             "in the same step, and later hits on these blocks give wrong answers. Clear the caches of these "
             "connectors (kvobs_failed_sync_loads_total)"
         )
-        log.error(text, self._names[child], why, siblings)
+        log.error(text, self._names[index], why, siblings)
 
-    def quarantined(self, child: int) -> None:
-        self._recorder.set_gauge(child, _QUARANTINED, 1)
-        self._recorder.count(child, _QUARANTINES)
+    def quarantined(self, index: int) -> None:
+        self._recorder.set_gauge(index, _QUARANTINED, 1)
+        self._recorder.count(index, _QUARANTINES)
 
-    def readmitted(self, child: int) -> None:
-        self._recorder.set_gauge(child, _QUARANTINED, 0)
+    def readmitted(self, index: int) -> None:
+        self._recorder.set_gauge(index, _QUARANTINED, 0)
 
 
 def _mode(load: Load) -> str:

@@ -41,9 +41,9 @@ class Peers(Observer):
 
     def _count(self, request_id: str, load: Load, outcome: str) -> None:
         if (peer := self._loading.pop(request_id, None)) is not None:
-            self._recorder.count_open(load.child, PEER_LOADS, peer, outcome)
+            self._recorder.count_dynamic(load.connector_index, PEER_LOADS, peer, outcome)
             if outcome == "ok":
-                self._recorder.count_open(load.child, PEER_LOAD_SECONDS, peer, n=load.duration_ns)
+                self._recorder.count_dynamic(load.connector_index, PEER_LOAD_SECONDS, peer, n=load.duration_ns)
 
     def request_ended(self, request: ObservedRequest) -> None:
         self._loading.pop(request.request_id, None)

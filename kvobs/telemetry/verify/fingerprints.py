@@ -118,8 +118,8 @@ class Fingerprints:
             largest[row] = torch.maximum(largest[row], numbers.abs().amax(1))
             slots, slot = self._slots(group, layer)
             if slot < VALUES:
-                places = _spread(self._cache.pages(group, layer).shape[1:], min(slots, VALUES), device)[slot]
-                values[row, slot * len(places) : (slot + 1) * len(places)] = numbers[:, places]
+                positions = _spread(self._cache.pages(group, layer).shape[1:], min(slots, VALUES), device)[slot]
+                values[row, slot * len(positions) : (slot + 1) * len(positions)] = numbers[:, positions]
         results = digests, values, largest
         return _queued(*results) if is_queue else Taken(lambda: True, lambda: _read(*results))
 
@@ -172,18 +172,18 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=32)
 def _spread(shape: Sequence[int], layers: int, device: torch.device) -> torch.Tensor:
-    """Return the places in a page, by layer, of the numbers that are kept: spread along each dimension.
+    """Return the positions in a page, by layer, of the numbers that are kept: spread along each dimension.
 
     Whichever dimension has the tokens, and whichever K and V: each token, head and column has its part, if it has no
     more than there are numbers, and each layer takes others.
     """
     generator, count = torch.Generator().manual_seed(0), VALUES // layers
-    places = torch.zeros((layers, count), dtype=torch.int64)
+    positions = torch.zeros((layers, count), dtype=torch.int64)
     for size in shape:
         parts = torch.rand((layers, count), generator=generator).argsort(1) * layers
         parts += torch.randperm(layers, generator=generator)[:, None]
-        places = places * size + parts * size // (layers * count)
-    return places.to(device)
+        positions = positions * size + parts * size // (layers * count)
+    return positions.to(device)
 
 
 def _queued(*results: torch.Tensor) -> Taken:

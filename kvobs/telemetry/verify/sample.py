@@ -48,7 +48,7 @@ class LoadedBlocks(NamedTuple):
     ``others`` are the connectors that also had a hit: some load what they were not chosen for.
     """
 
-    child: int
+    connector_index: int
     request: str
     is_async: bool
     blocks: tuple[Block, ...]
@@ -118,7 +118,7 @@ class BlockSample(Observer):
         if prompt is not None:
             self._unfilled[request.request_id] = prompt
         if owner is not None:
-            self._hits[request.request_id] = [offer.child for offer in lookup.offers if offer.tokens]
+            self._hits[request.request_id] = [offer.connector_index for offer in lookup.offers if offer.tokens]
             if handed := _handed(request.kv_transfer_params):
                 self._handed[request.request_id] = handed
 
@@ -134,9 +134,9 @@ class BlockSample(Observer):
                 at = len(ids) + block.position // size - -(-end // size)
                 if first <= block.position <= end - size and at >= 0:
                     blocks.append(block._replace(id=ids[at]))
-        others = tuple([child for child in self._hits.pop(request_id, ()) if child != load.child])
+        others = tuple([index for index in self._hits.pop(request_id, ()) if index != load.connector_index])
         if blocks:
-            loaded = LoadedBlocks(load.child, request_id, load.is_async, tuple(blocks), others)
+            loaded = LoadedBlocks(load.connector_index, request_id, load.is_async, tuple(blocks), others)
             self._loads.append(loaded)
             if load.is_async and others:
                 self._again[request_id] = loaded
@@ -196,8 +196,8 @@ class BlockSample(Observer):
     def _is_whole(self, block: Block, ids: Sequence[Sequence[int]], computed: int) -> bool:
         """Return whether a loaded block is still the request's, and nothing in it is computed again."""
         size = self._sizes[block.group]
-        place = block.position // size
-        return block.position + size <= computed and block.id in ids[block.group][place : place + 1]
+        position = block.position // size
+        return block.position + size <= computed and block.id in ids[block.group][position : position + 1]
 
     def _computed_in(self, output: SchedulerOutput) -> list[Block]:
         """Return the blocks that become full in this step."""

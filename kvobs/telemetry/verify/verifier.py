@@ -79,26 +79,26 @@ class Verifier:
             del self._open[next(iter(self._open))]
 
     @contained("verify")
-    def reported(self, child: int | None, kind: ReportKind, requests: Iterable[str]) -> None:
+    def reported(self, index: int | None, kind: ReportKind, requests: Iterable[str]) -> None:
         """Receive a report on loads; failed ones are not verified, since vLLM does not use them."""
         if not self._open and not self._received:
             return
         for request in requests:
-            if kind in (ReportKind.HOLED, ReportKind.SPOILED) and child is not None:
+            if kind in (ReportKind.BAD_BLOCKS, ReportKind.UNMAPPED_BAD_BLOCKS) and index is not None:
                 load = self._open.get(request) or self._received.get(request)
-                if load is None or load.child != child:
-                    self._reporters.add(child)
+                if load is None or load.connector_index != index:
+                    self._reporters.add(index)
             if kind is ReportKind.RECEIVED:
-                if (load := self._open.get(request)) is not None and child in (load.child, None):
+                if (load := self._open.get(request)) is not None and index in (load.connector_index, None):
                     self._received[request] = self._open.pop(request)
             elif kind is not ReportKind.SAVED and kind is not ReportKind.SYNC_DONE:
                 self._open.pop(request, None)
                 self._received.pop(request, None)
 
     @contained("verify")
-    def refused(self, child: int, requests: Iterable[str]) -> set[str]:
+    def refused(self, index: int, requests: Iterable[str]) -> set[str]:
         """Compare the blocks of these received loads now, and return the requests that got wrong ones."""
-        loads = [load for request in requests if (load := self._open.get(request)) and load.child == child]
+        loads = [load for request in requests if (load := self._open.get(request)) and load.connector_index == index]
         for load in loads:
             del self._open[load.request]
         self._queue((), loads)
@@ -134,8 +134,8 @@ class Verifier:
 
     def _readable(self, load: LoadedBlocks) -> LoadedBlocks:
         blocks = tuple([block for block in load.blocks if self._fingerprints.can_read(block)])
-        if not load.is_again and (left_out := len(_places(load.blocks)) - len(_places(blocks))):
-            self._recorder.count(load.child, _OUTCOMES["unknown"], left_out)
+        if not load.is_again and (left_out := len(_positions(load.blocks)) - len(_positions(blocks))):
+            self._recorder.count(load.connector_index, _OUTCOMES["unknown"], left_out)
         return load._replace(blocks=blocks)
 
     def _compare(self, reading: _Reading) -> set[str]:
@@ -149,8 +149,8 @@ class Verifier:
             found = defaultdict[tuple[int, int], set[Outcome]](set)
             for block in load.blocks:
                 found[block.group, block.position].add(self._outcome(block, next(fingerprints)))
-            outcomes = {place: next(each for each in _DECISIVE if each in found[place]) for place in found}
-            wrong = {place for place, outcome in outcomes.items() if outcome == "mismatch"}
+            outcomes = {position: next(each for each in _DECISIVE if each in found[position]) for position in found}
+            wrong = {position for position, outcome in outcomes.items() if outcome == "mismatch"}
             if load.is_again:
                 wrong -= self._wrong.pop(load.request, set())
             else:
@@ -168,13 +168,13 @@ class Verifier:
         """Count the outcomes of a load, but wrong blocks, whose writer may be another."""
         for outcome in outcomes:
             if outcome != "mismatch":
-                self._recorder.count(load.child, _OUTCOMES[outcome])
+                self._recorder.count(load.connector_index, _OUTCOMES[outcome])
         if "lossy" in outcomes:
             text = (
                 "connector %r loads blocks on rank %d whose values are close to the computed ones but not equal: it "
                 "compresses them, or another engine computed them (kvobs_verified_blocks_total, outcome lossy)"
             )
-            name = self._names[load.child]
+            name = self._names[load.connector_index]
             once(f"lossy:{name}", logging.INFO, text, name, self._rank)
 
     def _outcome(self, block: Block, fingerprint: Fingerprint) -> Outcome:
@@ -189,8 +189,8 @@ class Verifier:
         writer, did, why = self._blamed(load, reporters)
         self._recorder.count(writer, _OUTCOMES["mismatch"], len(wrong))
         for _ in wrong:
-            self._recorder.count_open(writer, signals.CORRUPT_BLOCKS, str(self._rank))
-        self._notes.append(WrongBlocks(load.child, load.request, len(wrong), writer))
+            self._recorder.count_dynamic(writer, signals.CORRUPT_BLOCKS, str(self._rank))
+        self._notes.append(WrongBlocks(load.connector_index, load.request, len(wrong), writer))
         if (now_ns := wall_ns()) >= self._silent_until_ns[writer]:
             self._silent_until_ns[writer] = now_ns + SILENT_NS
             text = (
@@ -202,7 +202,7 @@ class Verifier:
 
     def _blamed(self, load: LoadedBlocks, reporters: Collection[int]) -> tuple[int, str, str]:
         """Return the connector that is taken to have written wrong blocks, what it did, and why it is named."""
-        owner, others = self._names[load.child], ", ".join(repr(self._names[child]) for child in load.others)
+        owner, others = self._names[load.connector_index], ", ".join(repr(self._names[index]) for index in load.others)
         if suspects := set(load.others).intersection(reporters):
             did = f"wrote wrong bytes into blocks that connector {owner!r} loaded"
             return min(suspects), did, ". In this step it reported bad blocks of loads for which it was not chosen"
@@ -213,9 +213,9 @@ class Verifier:
         why = (
             f". Or a connector that also had a hit for this request wrote into these blocks: {others}" if others else ""
         )
-        return load.child, "loaded wrong bytes", why
+        return load.connector_index, "loaded wrong bytes", why
 
 
-def _places(blocks: Iterable[Block]) -> set[tuple[int, int]]:
+def _positions(blocks: Iterable[Block]) -> set[tuple[int, int]]:
     """Return group and position of blocks: one may be compared with several fingerprints."""
     return {(block.group, block.position) for block in blocks}

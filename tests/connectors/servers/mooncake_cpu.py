@@ -1,4 +1,4 @@
-"""Mooncake's connectors on a machine without an accelerator: vLLM's own classes, as a child's module path names them.
+"""Mooncake's connectors on a machine without an accelerator: vLLM's own classes, as a module path names them.
 
 Nothing else is replaced: keys, transfers, threads and the connection to the master are Mooncake's own.
 """

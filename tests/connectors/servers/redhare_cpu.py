@@ -1,4 +1,4 @@
-"""Redhare's connector on a machine without an accelerator, as a child's module path names it: only events differ."""
+"""Redhare's connector on a machine without an accelerator, as a module path names it: only events differ."""
 
 from redhare.vllm_connector import RedhareConnector
 

@@ -30,7 +30,7 @@ class Kind:
 
     name: str
     server: Callable[[Path], Store]
-    child: Callable[..., dict[str, Any]]
+    entry: Callable[..., dict[str, Any]]
     env: Callable[[Store, Path], dict[str, str]]
     after_s: float
     """How long answers are looked at while the server is dead, the first seconds aside. Mooncake's lookups of a dead
@@ -40,9 +40,9 @@ class Kind:
 
 
 LMCACHE = Kind(
-    "lmcache", stores.lmcache_server, stores.lmcache_child, lambda _store, _folder: {}, after_s=15, launch=SPAWNING
+    "lmcache", stores.lmcache_server, stores.lmcache_entry, lambda _store, _folder: {}, after_s=15, launch=SPAWNING
 )
-MOONCAKE = Kind("mooncake", stores.mooncake_master, stores.mooncake_store_child, stores.mooncake_store_env, after_s=40)
+MOONCAKE = Kind("mooncake", stores.mooncake_master, stores.mooncake_store_entry, stores.mooncake_store_env, after_s=40)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Served:
     kind: Kind
     store: Store
     server: Server
-    is_isolated: bool
+    is_best_effort: bool
 
     def total(self, metric: str, **labels: str) -> float:
         return total(self.server, metric, connector=STORE, **labels)
@@ -67,28 +67,28 @@ class Served:
 
 
 @contextmanager
-def served(model: Path, folder: Path, kind: Kind, *, is_isolated: bool, **more: Any) -> Iterator[Served]:
+def served(model: Path, folder: Path, kind: Kind, *, is_best_effort: bool, **more: Any) -> Iterator[Served]:
     with (
         running(kind.server(folder)) as store,
-        serving(model, folder, store, kind, is_isolated=is_isolated, **more) as engine,
+        serving(model, folder, store, kind, is_best_effort=is_best_effort, **more) as engine,
     ):
         yield engine
 
 
 @contextmanager
 def serving(
-    model: Path, folder: Path, store: Store, kind: Kind, *, is_isolated: bool, ranks: int = 1, **child: Any
+    model: Path, folder: Path, store: Store, kind: Kind, *, is_best_effort: bool, ranks: int = 1, **entry: Any
 ) -> Iterator[Served]:
     """Run an engine that uses a store, which runs or not, and verifies all that it loads."""
-    config = multi_connector(kind.child(store, **child), host_memory(), names=[STORE, "host"])
+    config = multi_connector(kind.entry(store, **entry), host_memory(), names=[STORE, "host"])
     config["kv_load_failure_policy"] = "recompute"
-    config["kv_connector_extra_config"]["kvobs"] |= {"verify": {"share": 1}}
-    if is_isolated:
-        config["kv_connector_extra_config"]["kvobs"] |= {"isolate": [STORE]}
+    config["kv_connector_extra_config"]["kvobs"] |= {"verify": {"sample_ratio": 1}}
+    if is_best_effort:
+        config["kv_connector_extra_config"]["kvobs"] |= {"best_effort": [STORE]}
     env = kind.env(store, folder) | with_packages(kind.name) | (BOTH_RANKS_ON_ONE_CORE if ranks > 1 else {})
     more: dict[str, Any] = {"env": env, "timeout": START_S, "launch": kind.launch, "tensor_parallel": ranks}
     with serve(model, folder, config, *SMALL_CACHE, **more) as server:
-        yield Served(kind, store, server, is_isolated)
+        yield Served(kind, store, server, is_best_effort)
 
 
 def with_packages(*packages: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""SpoolCache's connector on a machine without an accelerator, as a child's module path names it.
+"""SpoolCache's connector on a machine without an accelerator, as a connector's module path names it.
 
 Its page mover has host memory in the place of the device's and of pinned memory. Files, checksums, inventories,
 handshake and the protocol in its stats are SpoolCache's own.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvobs.demo.run import child
+from kvobs.demo.run import entry
 from kvobs.demo.server import HOST, claim_port, end_group, kill_group, parse_metrics
 from tests.connectors.packages import importing
 from tests.engine.serving import THE_CORE, eventually, listens
@@ -121,11 +121,11 @@ def lmcache_server(folder: Path, *more: str) -> Store:
     return Store("lmcache server", command, folder / "lmcache.log", port, http_port, env)
 
 
-def lmcache_child(store: Store, **extra: Any) -> dict[str, Any]:
-    """Return LMCache MP as a child that talks to this server."""
+def lmcache_entry(store: Store, **extra: Any) -> dict[str, Any]:
+    """Return LMCache MP as a connector that talks to this server."""
     options = {"host": f"tcp://{HOST}", "port": store.port, "heartbeat_interval": HEARTBEAT_S, **extra}
     options.setdefault("mq_timeout", MQ_TIMEOUT_S)
-    return child("LMCacheMPConnector", **{f"lmcache.mp.{name}": value for name, value in options.items()})
+    return entry("LMCacheMPConnector", **{f"lmcache.mp.{name}": value for name, value in options.items()})
 
 
 def mooncake_master(folder: Path) -> Store:
@@ -149,14 +149,14 @@ def mooncake_store_env(store: Store, folder: Path) -> dict[str, str]:
     return {"MOONCAKE_CONFIG_PATH": str(config)}
 
 
-def mooncake_store_child(store: Store, cls: str = "MooncakeStoreConnector", **extra: Any) -> dict[str, Any]:
-    """Return MooncakeStoreConnector as a child; the master's port makes its socket's name unlike any other's."""
-    return mooncake_child(cls, lookup_rpc_port=store.port, **extra)
+def mooncake_store_entry(store: Store, cls: str = "MooncakeStoreConnector", **extra: Any) -> dict[str, Any]:
+    """Return MooncakeStoreConnector as a connector; the master's port makes its socket's name unlike any other's."""
+    return mooncake_entry(cls, lookup_rpc_port=store.port, **extra)
 
 
-def mooncake_child(cls: str, **extra: Any) -> dict[str, Any]:
-    """Return one of Mooncake's connectors, made to run on a CPU, as a child."""
-    return {**child(cls, **extra), "kv_connector_module_path": "tests.connectors.servers.mooncake_cpu"}
+def mooncake_entry(cls: str, **extra: Any) -> dict[str, Any]:
+    """Return one of Mooncake's connectors, made to run on a CPU, as a connector."""
+    return {**entry(cls, **extra), "kv_connector_module_path": "tests.connectors.servers.mooncake_cpu"}
 
 
 KEYS = "master_key_count"

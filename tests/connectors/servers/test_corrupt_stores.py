@@ -180,7 +180,7 @@ def is_alerted(prometheus: Prometheus, ranks: set[str]) -> bool:
 def test_every_wrong_block_is_found(connector: str, model: Path, tmp_path: Path) -> None:
     (kind, objects_of), late = KINDS[connector], tmp_path / "late"
     options = {"cls": "LateMooncakeStore", "late": str(late)} if kind is MOONCAKE else {}
-    with served(model, tmp_path, kind, is_isolated=False, ranks=len(RANKS), **options) as engine:
+    with served(model, tmp_path, kind, is_best_effort=False, ranks=len(RANKS), **options) as engine:
         server, objects = engine.server, objects_of(engine.store, tmp_path)
         jobs = f"scrape_configs: [{{job_name: vllm, static_configs: [{{targets: ['{HOST}:{server.port}']}}]}}]"
         with scraping(Path(mkdtemp(dir=tmp_path)), jobs) as prometheus:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.connectors, pytest.mark.timeout(600)]
 def test_an_engine_without_its_store_answers(kind: Kind, model: Path, tmp_path: Path, expected: Answers) -> None:
     """Mooncake's worker is not built then, and a lookup would wait for that worker's answer for ever."""
     begin = time.monotonic()
-    with serving(model, tmp_path, kind.server(tmp_path), kind, is_isolated=True) as engine:
+    with serving(model, tmp_path, kind.server(tmp_path), kind, is_best_effort=True) as engine:
         started = time.monotonic()
         answers = traffic.ask_all(engine.server, traffic.PROMPTS)
         print(f"\nup after {started - begin:.1f} s; {len(answers)} answers in {time.monotonic() - started:.1f} s")

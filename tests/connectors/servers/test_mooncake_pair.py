@@ -22,7 +22,7 @@ from kvobs.demo.run import host_memory, multi_connector
 from kvobs.demo.server import HOST, Server, ServerError, claim_port, cores
 from tests.connectors.servers import traffic
 from tests.connectors.servers.served import START_S, blocks_are_free, is_idle, with_packages
-from tests.connectors.servers.stores import mooncake_child
+from tests.connectors.servers.stores import mooncake_entry
 from tests.connectors.servers.traffic import PROMPTS, REQUESTS, SMALL_CACHE, TOKENS, Answers
 from tests.engine.serving import eventually, serve, total
 
@@ -46,7 +46,7 @@ class Pair:
 
 @contextmanager
 def one_of(model: Path, folder: Path, role: str, core: int, port: int) -> Iterator[Server]:
-    end = {**mooncake_child("MooncakeConnector", mooncake_protocol="tcp"), "kv_role": role}
+    end = {**mooncake_entry("MooncakeConnector", mooncake_protocol="tcp"), "kv_role": role}
     config = multi_connector(end, host_memory(), names=[P2P, "host"])
     env = with_packages("mooncake") | {
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port),

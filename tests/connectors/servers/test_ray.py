@@ -35,7 +35,7 @@ class Engine:
 @pytest.fixture(scope="module", params=EXECUTORS)
 def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp(request.param)
-    config = metered.configuration(metered.counting_child(folder), host_memory(), names=["steered", "cpu"])
+    config = metered.configuration(metered.counting_entry(folder), host_memory(), names=["steered", "cpu"])
     with Collector() as collector, cluster(**EXECUTORS[request.param], **collector.env) as ranks:
         args = (*ON_RAY, "--otlp-traces-endpoint", collector.endpoint)
         with serve(
@@ -122,5 +122,5 @@ def test_spans_of_the_scheduler_and_of_both_ranks_reach_the_collector(engine: En
 
 def test_nothing_went_wrong_within_kvobs(engine: Engine) -> None:
     engine.server.check_alive()
-    wrong = ("kvobs_internal_errors_total", "kvobs_call_errors_total", "kvobs_stray_reports_total")
+    wrong = ("kvobs_internal_errors_total", "kvobs_call_errors_total", "kvobs_unexpected_reports_total")
     assert [s for s in engine.server.metrics() if s.name in wrong and s.value] == []

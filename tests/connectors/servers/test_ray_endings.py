@@ -31,7 +31,7 @@ class Ending:
 
 def killed(router: str, executor: str, model: Path, folder: Path) -> Ending:
     """Kill one rank's process under load; ``router`` is "kvobs" or "stock"."""
-    config = multi_connector(of_tests("SteeredChild", plan=LOADS), host_memory(), names=["steered", "cpu"])
+    config = multi_connector(of_tests("SteeredConnector", plan=LOADS), host_memory(), names=["steered", "cpu"])
     config = config if router == "kvobs" else stock(config)
     with (
         cluster(**EXECUTORS[executor]) as ranks,

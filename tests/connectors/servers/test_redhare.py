@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.run import child
+from kvobs.demo.run import entry
 from kvobs.demo.server import HOST, claim_port
 from tests.connectors.servers import traffic
 from tests.connectors.servers.served import STORE
@@ -30,9 +30,9 @@ def redis(folder: Path) -> Store:
 
 
 def redhare(store: Store) -> dict[str, Any]:
-    """Return Redhare's connector, whose worker holds the bytes, as a child."""
+    """Return Redhare's connector, whose worker holds the bytes, as a connector."""
     options = {"redis_url": f"redis://{HOST}:{store.port}", "data_plane_addr": f"{HOST}:{claim_port(0)}"}
-    config = child("RedhareConnector", transport="tcp", capacity_bytes="256MB", **options)
+    config = entry("RedhareConnector", transport="tcp", capacity_bytes="256MB", **options)
     return {**config, "kv_connector_module_path": "tests.connectors.servers.redhare_cpu"}
 
 
@@ -64,7 +64,7 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run
 def test_answers_are_right_with_redis_and_without_and_no_block_is_held(runs: dict[str, Run], expected: Answers) -> None:
     for router, run in runs.items():
         assert traffic.wrong(run.answers, expected) == [], router
-        assert (run.is_over, run.wrong) == (True, []), router
+        assert (run.is_settled, run.wrong) == (True, []), router
 
 
 def test_keys_and_redhares_own_numbers_are_the_same_in_every_router(runs: dict[str, Run]) -> None:

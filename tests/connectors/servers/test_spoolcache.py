@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.run import child
+from kvobs.demo.run import entry
 from tests.connectors.servers import traffic
 from tests.connectors.servers.served import STORE
 from tests.connectors.servers.third_party import KNOWN, NEW, Run, running_in
@@ -23,8 +23,8 @@ KILLS_ITSELF = "post-admission restore failed; terminating worker"
 
 
 def spoolcache(folder: Path) -> dict[str, Any]:
-    """Return SpoolCache's connector, which keeps files in this folder, as a child."""
-    config = child("SpoolCacheConnector", spoolcache_path=str(folder), spoolcache_max_size=1)
+    """Return SpoolCache's connector, which keeps files in this folder, as a connector."""
+    config = entry("SpoolCacheConnector", spoolcache_path=str(folder), spoolcache_max_size=1)
     return {**config, "kv_connector_module_path": "tests.connectors.servers.spoolcache_cpu"}
 
 
@@ -87,7 +87,7 @@ def test_every_answer_is_right_also_when_the_folder_can_not_be_written(
     for router, life in lives.items():
         assert traffic.wrong(life.run.answers, expected) == [], router
         assert life.unsaved == len(NEW), router
-        assert (life.run.is_over, life.run.wrong) == (True, []), router
+        assert (life.run.is_settled, life.run.wrong) == (True, []), router
 
 
 def test_files_and_spoolcaches_own_numbers_are_the_same_alone_and_in_kvobs(lives: dict[str, Spooled]) -> None:

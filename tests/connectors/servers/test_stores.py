@@ -35,12 +35,12 @@ UNNOTICED_S = 60.0
 
 @pytest.fixture(
     scope="module",
-    params=[(kind, is_isolated) for kind in (LMCACHE, MOONCAKE) for is_isolated in (False, True)],
+    params=[(kind, is_best_effort) for kind in (LMCACHE, MOONCAKE) for is_best_effort in (False, True)],
     ids=["lmcache", "lmcache-isolated", "mooncake", "mooncake-isolated"],
 )
 def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    kind, is_isolated = request.param
-    with served(model, tmp_path_factory.mktemp(kind.name), kind, is_isolated=is_isolated) as engine:
+    kind, is_best_effort = request.param
+    with served(model, tmp_path_factory.mktemp(kind.name), kind, is_best_effort=is_best_effort) as engine:
         yield engine
 
 
@@ -71,11 +71,11 @@ def test_the_server_is_killed_and_started_again(engine: Served, expected: Answer
         engine.store.kill()
         time.sleep(ASIDE_S)
         aside = time.monotonic()
-        time.sleep(engine.kind.after_s if engine.is_isolated else ASIDE_S)
+        time.sleep(engine.kind.after_s if engine.is_best_effort else ASIDE_S)
         dead = time.monotonic()
         engine.store.start()
         backoff = max(engine.backoffs(), default=0.0)
-        back = until_loads_grow(engine, SETTLES_S + (2 * backoff if engine.is_isolated else UNNOTICED_S))
+        back = until_loads_grow(engine, SETTLES_S + (2 * backoff if engine.is_best_effort else UNNOTICED_S))
     before, after = load.between(begin, killed), load.between(aside, dead)
     print(
         f"\n{len(before)} answers before, p95 {traffic.p95(before):.3f} s; {len(after)} with the server dead, "
@@ -84,7 +84,7 @@ def test_the_server_is_killed_and_started_again(engine: Served, expected: Answer
     )
     assert traffic.wrong(load.asked, expected) == []
     assert back is not None, "it never loaded again"
-    if engine.is_isolated:
+    if engine.is_best_effort:
         assert traffic.p95(after) <= max(2 * traffic.p95(before), NOISE_S)
     # What was sent to the server when it died is sent to the new one: an old lookup for each client.
     assert_nothing_is_left(engine, traffic.CLIENTS)

@@ -22,7 +22,7 @@ KNOWN, NEW = LONG[:-2], LONG[-2:]
 """Prompts that are asked for while the store is whole, and others."""
 REQUESTS = 48
 ABORTS = 8
-WRONG = ("kvobs_call_errors_total", "kvobs_internal_errors_total", "kvobs_stray_reports_total")
+WRONG = ("kvobs_call_errors_total", "kvobs_internal_errors_total", "kvobs_unexpected_reports_total")
 VARIES = ("_created", "_sum", "_bucket")
 """Ends of the names of series that depend on the time."""
 
@@ -39,7 +39,7 @@ class Run:
     """All metrics when the prompts had been asked one after the other."""
     stored: Sequence[str] = ()
     """What the store held then."""
-    is_over: bool = False
+    is_settled: bool = False
     """Whether no block was held at the end, for no load or save."""
     wrong: list[Sample] = field(default_factory=list)
     """Faults that kvobs has counted."""
@@ -60,7 +60,7 @@ class Run:
 
     def look_at_the_end(self) -> None:
         """Note what is left over, and what went wrong."""
-        self.is_over = eventually(lambda: blocks_are_free(self.server) and not total(self.server, "kvobs_in_flight"))
+        self.is_settled = eventually(lambda: blocks_are_free(self.server) and not total(self.server, "kvobs_in_flight"))
         self.wrong = [sample for sample in self.server.metrics() if sample.name in WRONG and sample.value]
 
     def total(self, metric: str, **labels: str) -> float:

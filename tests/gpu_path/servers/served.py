@@ -179,7 +179,7 @@ def look_back(
     assert (wrong, left) == ([], [])
     assert served.by_kvobs() == served.counted()
     assert total(served.server, "kvobs_internal_errors_total") == 0
-    assert total(served.server, "kvobs_stray_reports_total") == 0
+    assert total(served.server, "kvobs_unexpected_reports_total") == 0
 
 
 def open_ones(server: Server) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.run import child, host_memory, multi_connector
+from kvobs.demo.run import entry, host_memory, multi_connector
 from kvobs.demo.server import CORES, HOST, claim_port, cores, kill_group
 from tests.connectors.faults import record
 from tests.connectors.servers.stores import CHUNK
@@ -32,14 +32,14 @@ from tests.gpu_path.servers.served import (
 pytestmark = pytest.mark.timeout(900)  # engines are started within it
 
 LEASE_S = 12
-NIXL = {**child("NixlConnector", num_threads=0, kv_lease_duration=LEASE_S), "kv_buffer_device": "cpu"}
+NIXL = {**entry("NixlConnector", num_threads=0, kv_lease_duration=LEASE_S), "kv_buffer_device": "cpu"}
 UNREAD = 3
 
 
 @pytest.fixture(scope="module")
 def sides(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
     config = multi_connector(NIXL, host_memory(), names=["nixl", "host"])
-    config["kv_connector_extra_config"]["kvobs"]["verify"] = {"share": 1}
+    config["kv_connector_extra_config"]["kvobs"]["verify"] = {"sample_ratio": 1}
     with ExitStack() as stack:
         found = {}
         for side, core in zip(("prefill", "decode"), cores(2), strict=True):

@@ -20,10 +20,10 @@ def test_answers_and_counts_of_two_ranks_are_right(
     connectors: str, model: Path, expected: Answers, tmp_path: Path
 ) -> None:
     is_pipeline = connectors == "host, disk"  # ranks that share layers would overwrite each other's files of them
-    children = [host_memory(), files(tmp_path / "disk")][: 1 + is_pipeline]
+    entries = [host_memory(), files(tmp_path / "disk")][: 1 + is_pipeline]
     more: dict[str, Any] = {} if is_pipeline else {"tensor_parallel": 2}
     args = ("--pipeline-parallel-size", "2") if is_pipeline else ()
-    config = multi_connector(*children, names=["near", "far"][: len(children)])
+    config = multi_connector(*entries, names=["near", "far"][: len(entries)])
     with serving(model, tmp_path, config, *args, env=BOTH_RANKS_ON_ONE_CORE, **more) as served:
         asked, answers = [], []
         for number, empties_connectors in enumerate(EMPTIES_CONNECTORS):

@@ -133,7 +133,7 @@ def failing(recorder: Recorder) -> None:
 
 def corrupt(recorder: Recorder) -> None:
     for rank in "01":
-        recorder.count_open(0, CORRUPT_BLOCKS, rank)
+        recorder.count_dynamic(0, CORRUPT_BLOCKS, rank)
 
 
 def slow(recorder: Recorder) -> None:

@@ -111,7 +111,7 @@ def test_an_exporter_shows_what_vllms_server_shows() -> None:
     assert not [name for name, _ in ours.values if not name.startswith("kvobs_")]
     rows = [server_row("here", None, scrape) for scrape in (theirs, ours)]
     assert rows[0].connectors[0].loads_per_s == 4
-    unlike, like = ([replace(child, connector_class="") for child in row.connectors] for row in rows)
+    unlike, like = ([replace(connector, connector_class="") for connector in row.connectors] for row in rows)
     assert unlike == like
     assert (rows[1].model, rows[1].kvobs_version, rows[1].vllm_version) == ("tiny", kvobs.__version__, "0.32.0")
 
@@ -126,7 +126,7 @@ def test_an_exporter_is_shown_with_its_vllm() -> None:
 
 
 OF_LOADS = tuple(f"kvobs_load_duration_seconds_{part}" for part in ("bucket", "sum"))
-NAMES = (*OF_LOADS, "kvobs_lookups_total", "kvobs_self_seconds_total", "kvobs_in_flight")
+NAMES = (*OF_LOADS, "kvobs_lookups_total", "kvobs_overhead_seconds_total", "kvobs_in_flight")
 VALUES = st.dictionaries(
     st.tuples(st.sampled_from(NAMES), st.sampled_from("abc").map(lambda c: frozenset({("connector", c)}))),
     st.integers(0, 9).map(float),

@@ -9,7 +9,7 @@ import pytest
 from kvobs.connectors.answers import ANSWERS, NO_ANSWER, MalformedAnswerError, answer_of
 from kvobs.testing import BLOCK, Rig, Script
 from kvobs.vllm_api.hooks import HOOKS, Combine
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 
 PROMPT = 4 * BLOCK + 1
 LOOKUP = "get_num_new_matched_tokens"
@@ -50,7 +50,7 @@ def read(answer: Any, *, tokens: int = PROMPT, computed: int = 0) -> Any:
 def is_served(answer: Any) -> bool:
     """Return whether vLLM's own router, and vLLM's scheduler behind it, serve a request with this lookup."""
     script = Script("alone")
-    rig = Rig("stock", connectors=[child_config(script, "OddConnector")])
+    rig = Rig("stock", connectors=[entry_for(script, "OddConnector")])
     script.answers[LOOKUP] = answer
     request = rig.add("r", tokens=PROMPT, max_tokens=2)
     try:

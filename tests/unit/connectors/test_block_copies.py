@@ -1,4 +1,4 @@
-"""Each child gets an operation: kvobs's in host memory, vLLM's elsewhere and on demand; what it moved is counted."""
+"""Each connector gets an operation: kvobs's in host memory, else vLLM's; what it moved is counted."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ class Vllms:
         self.calls.append((src_ids, dst_ids, direction))
 
 
-def counted(recorder: Recorder, child: int, direction: str) -> int:
-    place = signals.PROCESS_WIDTH + child * signals.CHILD_WIDTH + signals.slot(signals.BLOCK_COPY_BYTES, direction)
+def counted(recorder: Recorder, index: int, direction: str) -> int:
+    place = signals.PROCESS_WIDTH + index * signals.CONNECTOR_WIDTH + signals.slot(signals.BLOCK_COPY_BYTES, direction)
     return taken(recorder).counts.get(place, 0)
 
 
@@ -93,7 +93,7 @@ def test_keys_and_values_may_come_first() -> None:
 
 @given(st.integers(3, 9), st.integers(1, 3), st.integers(1, 30), st.booleans(), st.booleans())
 def test_blocks_are_known_by_their_number(blocks: int, per: int, others: int, kv_first: bool, swapped: bool) -> None:
-    """One side is the KV cache, its kernel's blocks ``per`` to a block; the other is the child's own, of any size."""
+    """One side is the KV cache, its kernel's blocks ``per`` to a block; the other is the connector's, of any size."""
 
     def cache(n: int) -> dict[str, torch.Tensor]:
         return {"a": torch.empty((2, n, 5) if kv_first else (n, blocks, 5), device="meta")}

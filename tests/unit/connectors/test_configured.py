@@ -1,4 +1,4 @@
-"""Children are found by their classes, built and named; mistakes name the child and the JSON path."""
+"""Connectors are found by their classes, built and named; mistakes name the connector and the JSON path."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import kvobs
 from kvobs.connector import get_kv_connector_cache_layout
-from kvobs.connectors.child import Unbuilt
 from kvobs.connectors.configured import _fix_of_import, read_specs
-from kvobs.connectors.specs import ChildSpec
+from kvobs.connectors.specs import ConnectorSpec
+from kvobs.connectors.sub_connector import Unbuilt
 from kvobs.schema.config import ConfigError
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from tests.support.contexts import no_otel_variables, request
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 from tests.support.scripted import OddConnector
 
 
@@ -29,7 +29,7 @@ def build(config: Any, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> Any
 
 
 def test_unknown_connectors_and_keys_are_reported_together_with_their_paths() -> None:
-    bad = [{"kv_connector": "NoSuch", "kv_role": "kv_both"}, {**child_config(Script("a")), "kv_rol": "kv_both"}]
+    bad = [{"kv_connector": "NoSuch", "kv_role": "kv_both"}, {**entry_for(Script("a")), "kv_rol": "kv_both"}]
     bad += [{"kv_connector": "LMCacheConnector", "kv_role": "kv_both"}]
     with pytest.raises(ConfigError) as error:
         read_specs(transfer_config("kvobs", bad))
@@ -43,7 +43,7 @@ def test_unknown_connectors_and_keys_are_reported_together_with_their_paths() ->
 
 
 def test_a_module_that_can_not_be_imported_is_named() -> None:
-    bad = {**child_config(Script("a")), "kv_connector_module_path": "no.such.module"}
+    bad = {**entry_for(Script("a")), "kv_connector_module_path": "no.such.module"}
     with pytest.raises(ConfigError, match=r"connectors\[0\].*No module named"):
         read_specs(transfer_config("kvobs", [bad]))
     # A library is missing where vLLM's own class needs it.
@@ -54,35 +54,35 @@ def test_a_module_that_can_not_be_imported_is_named() -> None:
 
 @pytest.mark.parametrize("is_stuck", [False, True])
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_children_already_built_are_shut_down_when_a_later_one_fails(role: KVConnectorRole, is_stuck: bool) -> None:
+def test_connectors_already_built_are_shut_down_when_a_later_one_fails(role: KVConnectorRole, is_stuck: bool) -> None:
     a, b = Script("a"), Script("b")
     if is_stuck:
         a.raises["shutdown"] = RuntimeError("stuck")  # hides nothing
     b.raises["__init__"] = OSError("no route to b")
     with pytest.raises(OSError, match="no route to b") as error:
-        build(config_of(child_config(a), child_config(b), names=["one", "two"]), role)
+        build(config_of(entry_for(a), entry_for(b), names=["one", "two"]), role)
     assert a.called("shutdown") == [None]
     assert "while building connector 'two', kv_connector_extra_config.connectors[1]" in error.value.__notes__
 
 
-def test_children_without_hma_are_named_when_hma_is_on() -> None:
+def test_connectors_without_hma_are_named_when_hma_is_on() -> None:
     example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     with pytest.raises(ValueError, match="hybrid KV cache manager: two. Start vLLM with --disable-hybrid"):
-        build(config_of(child_config(Script("a")), example, names=["one", "two"]))
+        build(config_of(entry_for(Script("a")), example, names=["one", "two"]))
 
 
 def test_layouts_must_agree() -> None:
     scripts = [Script("a"), Script("b"), Script("c")]
     classes = ["HndConnector", "ScriptedConnector", "HndConnector"]
-    config = config_of(*(child_config(s, c) for s, c in zip(scripts, classes, strict=True)))
+    config = config_of(*(entry_for(s, c) for s, c in zip(scripts, classes, strict=True)))
     assert kvobs.MultiConnector.get_required_kvcache_layout(config) == "HND"
     assert get_kv_connector_cache_layout(config) == "HND"
-    assert get_kv_connector_cache_layout(config_of(child_config(Script("d")))) is None
+    assert get_kv_connector_cache_layout(config_of(entry_for(Script("d")))) is None
     assert get_kv_connector_cache_layout() is None
 
 
-def test_each_child_sees_its_own_transfer_config_and_the_rest_of_vllms() -> None:
-    config = config_of(child_config(Script("a")), child_config(Script("b")))
+def test_each_connector_sees_its_own_transfer_config_and_the_rest_of_vllms() -> None:
+    config = config_of(entry_for(Script("a")), entry_for(Script("b")))
     first, second = build(config)._connectors
     assert first._kv_transfer_config.kv_connector_extra_config == {"tag": "a"}
     assert second._kv_transfer_config.kv_connector_extra_config == {"tag": "b"}
@@ -92,9 +92,9 @@ def test_each_child_sees_its_own_transfer_config_and_the_rest_of_vllms() -> None
 
 @pytest.mark.parametrize("propagates", [True, False])
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", None])
-def test_children_see_the_context(propagates: bool, endpoint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connectors_see_the_context(propagates: bool, endpoint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch)
-    config = config_of(child_config(Script("a")), tracing={"propagate": propagates})
+    config = config_of(entry_for(Script("a")), tracing={"propagate": propagates})
     config.observability_config = SimpleNamespace(otlp_traces_endpoint=endpoint)
     seen: list[bool] = []
 
@@ -108,18 +108,18 @@ def test_children_see_the_context(propagates: bool, endpoint: str | None, monkey
 
 
 @pytest.mark.parametrize("error", ["OSError('libcuda.so.1')", "RuntimeError()", "ValueError('numpy')", "SystemExit(1)"])
-@pytest.mark.parametrize("is_isolated", [True, False])
+@pytest.mark.parametrize("is_best_effort", [True, False])
 def test_a_module_whose_import_raises_is_survived_if_isolated(
-    error: str, is_isolated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: str, is_best_effort: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "raising_module.py").write_text(f"raise {error}\n")
     monkeypatch.syspath_prepend(tmp_path)
     connectors = [
-        {**child_config(Script("a")), "kv_connector_module_path": "raising_module"},
-        child_config(Script("b")),
+        {**entry_for(Script("a")), "kv_connector_module_path": "raising_module"},
+        entry_for(Script("b")),
     ]
-    options = {"names": ["a", "b"], "isolate": ["a"] * is_isolated}
-    if is_isolated:
+    options = {"names": ["a", "b"], "best_effort": ["a"] * is_best_effort}
+    if is_best_effort:
         assert [spec.connector_class.__name__ for spec in config_specs(connectors, options)] == [
             "Unbuilt",
             "ScriptedConnector",
@@ -129,7 +129,7 @@ def test_a_module_whose_import_raises_is_survived_if_isolated(
             config_specs(connectors, options)
 
 
-def config_specs(connectors: list[dict[str, Any]], options: dict[str, Any]) -> tuple[ChildSpec, ...]:
+def config_specs(connectors: list[dict[str, Any]], options: dict[str, Any]) -> tuple[ConnectorSpec, ...]:
     return read_specs(transfer_config("kvobs", connectors, options))
 
 
@@ -137,9 +137,9 @@ def config_specs(connectors: list[dict[str, Any]], options: dict[str, Any]) -> t
     "odd", [{"kv_connector": "NoSuchClass"}, {"kv_connector": "NoSuch", "kv_connector_module_path": None}]
 )
 def test_a_class_that_is_misspelt_ends_the_start_isolated_or_not(odd: dict[str, Any]) -> None:
-    connectors = [child_config(Script("a")) | odd, child_config(Script("b"))]
+    connectors = [entry_for(Script("a")) | odd, entry_for(Script("b"))]
     with pytest.raises(ConfigError, match="NoSuch"):
-        config_specs(connectors, {"names": ["a", "b"], "isolate": ["a"]})
+        config_specs(connectors, {"names": ["a", "b"], "best_effort": ["a"]})
 
 
 class Raising(BaseException):
@@ -157,8 +157,8 @@ def test_an_isolated_connectors_class_may_fail_when_it_is_asked(
 
     for hook in ("get_required_kvcache_layout", "requires_piecewise_for_cudagraph"):
         monkeypatch.setattr(OddConnector, hook, classmethod(ask))
-    connectors = [child_config(Script("a"), "OddConnector"), child_config(Script("b"))]
-    isolating, other = (config_of(*connectors, names=["a", "b"], isolate=names) for names in (["a"], []))
+    connectors = [entry_for(Script("a"), "OddConnector"), entry_for(Script("b"))]
+    isolating, other = (config_of(*connectors, names=["a", "b"], best_effort=names) for names in (["a"], []))
     of, extra = kvobs.MultiConnector, "kv_connector_extra_config"
     assert of.get_required_kvcache_layout(isolating) is None
     assert "connector 'a' failed in get_required_kvcache_layout" in caplog.text

@@ -1,4 +1,4 @@
-"""Each general rule combines the children's answers as the table says."""
+"""Each general rule combines the connectors' answers as the table says."""
 
 from itertools import product
 from types import SimpleNamespace
@@ -6,26 +6,26 @@ from typing import Any
 
 import pytest
 
-from kvobs.connectors.child import Child
 from kvobs.connectors.fanout import call_all, hooks_of
+from kvobs.connectors.sub_connector import SubConnector
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import is_timed, locate
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine
 from tests.support.probes import counts
 
 
-def bound(*children: dict[str, Any], known: Any = HOOKS) -> Any:
-    """Bind to children that are given as {hook: answer or exception}; each keeps the calls it gets in ``calls``."""
-    connectors = []
-    for answers in children:
+def bound(*built: dict[str, Any], known: Any = HOOKS) -> Any:
+    """Bind to connectors that are given as {hook: answer or exception}; each keeps the calls it gets in ``calls``."""
+    wrapped = []
+    for answers in built:
         connector = SimpleNamespace(calls=[])
         for name in HOOKS:
             setattr(connector, name, _hook(connector, name, answers.get(name)))
-        connectors.append(connector)
-    wrapper = SimpleNamespace(connectors=connectors)
-    wrapper.recorder = Recorder(len(connectors))
-    wrapper.children = [Child(i, f"c{i}", c, wrapper.recorder) for i, c in enumerate(connectors)]
-    vars(wrapper).update(hooks_of(None, wrapper.children, {}, known))
+        wrapped.append(connector)
+    wrapper = SimpleNamespace(wrapped=wrapped)
+    wrapper.recorder = Recorder(len(wrapped))
+    wrapper.connectors = [SubConnector(i, f"c{i}", c, wrapper.recorder) for i, c in enumerate(wrapped)]
+    vars(wrapper).update(hooks_of(None, wrapper.connectors, {}, known))
     return wrapper
 
 
@@ -46,16 +46,16 @@ ANY = [h.name for h in GENERAL if h.combine is Combine.ANY]
 
 
 @pytest.mark.parametrize("name", EACH + GUARDED + ANY)
-def test_every_child_is_called_with_the_hosts_arguments(name: str) -> None:
+def test_every_connector_is_called_with_the_hosts_arguments(name: str) -> None:
     for args, kwargs in (((1,), {"two": 2}), ((), {})):
         wrapper = bound({}, {}, {})
         assert not getattr(wrapper, name)(*args, **kwargs)
-        assert [c.calls for c in wrapper.connectors] == [[(name, args, kwargs)]] * 3
+        assert [c.calls for c in wrapper.wrapped] == [[(name, args, kwargs)]] * 3
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_each_lets_a_childs_error_through_untouched(name: str) -> None:
-    error = KeyError("a child's own")
+def test_each_lets_a_connectors_error_through_untouched(name: str) -> None:
+    error = KeyError("a connector's own")
     with pytest.raises(KeyError) as raised:
         getattr(bound({}, {name: error}), name)()
     assert raised.value is error
@@ -63,25 +63,25 @@ def test_each_lets_a_childs_error_through_untouched(name: str) -> None:
 
 @pytest.mark.parametrize("name", ANY)
 @pytest.mark.parametrize("answers", list(product([False, True], repeat=3)))
-def test_any_is_true_if_it_is_for_one_child(name: str, answers: tuple[bool, ...]) -> None:
+def test_any_is_true_if_it_is_for_one_connector(name: str, answers: tuple[bool, ...]) -> None:
     assert getattr(bound(*({name: answer} for answer in answers)), name)() is any(answers)
 
 
-def test_chain_puts_the_childrens_items_one_after_the_other() -> None:
+def test_chain_puts_the_connectors_items_one_after_the_other() -> None:
     wrapper = bound({"take_events": ["a"]}, {"take_events": None}, {"take_events": (x for x in "bc")})
     assert wrapper.take_events() == ["a", "b", "c"]
 
 
-def test_guarded_reaches_every_child_and_raises_the_first_error() -> None:
+def test_guarded_reaches_every_connector_and_raises_the_first_error() -> None:
     first = OSError("first")
     wrapper = bound({}, {"shutdown": first}, {"shutdown": ValueError("second")}, {})
     with pytest.raises(OSError, match="first"):
         wrapper.shutdown()
-    assert all(c.calls for c in wrapper.connectors)
+    assert all(c.calls for c in wrapper.wrapped)
 
 
 def test_call_all_returns_every_answer() -> None:
-    assert call_all("reset_cache", bound({"reset_cache": True}, {"reset_cache": None}).children) == [True, None]
+    assert call_all("reset_cache", bound({"reset_cache": True}, {"reset_cache": None}).connectors) == [True, None]
 
 
 def test_hooks_that_this_vllm_does_not_know_and_those_of_a_layer_are_left_alone() -> None:
@@ -98,12 +98,12 @@ class Quiet:
         pass
 
 
-def test_a_child_whose_hook_is_empty_is_left_out_and_not_counted() -> None:
-    real = bound({}).connectors[0]
+def test_a_connector_whose_hook_is_empty_is_left_out_and_not_counted() -> None:
+    real = bound({}).wrapped[0]
     recorder = Recorder(2)
     wrapper: Any = SimpleNamespace()
-    children = [Child(0, "quiet", Quiet(), recorder), Child(1, "real", real, recorder)]
-    vars(wrapper).update(hooks_of(None, children, {}, {"wait_for_save"}))
+    connectors = [SubConnector(0, "quiet", Quiet(), recorder), SubConnector(1, "real", real, recorder)]
+    vars(wrapper).update(hooks_of(None, connectors, {}, {"wait_for_save"}))
     wrapper.wait_for_save()
     assert real.calls == [("wait_for_save", (), {})]
     assert {locate(slot)[2] for slot in counts(recorder)} == {1}
@@ -120,10 +120,10 @@ def test_a_panic_of_one_connector_keeps_no_other_from_its_end() -> None:
     def panics() -> None:
         raise PanicException
 
-    children: Any = [
+    connectors: Any = [
         SimpleNamespace(name="a", shutdown=panics),
         SimpleNamespace(name="b", shutdown=lambda: ended.append("b")),
     ]
     with pytest.raises(PanicException):
-        call_all("shutdown", children)
+        call_all("shutdown", connectors)
     assert ended == ["b"]

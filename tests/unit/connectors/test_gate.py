@@ -1,4 +1,4 @@
-"""What an isolated child raises goes no further, whatever the hook; vLLM gets an answer that it takes for nothing."""
+"""What an isolated connector raises goes no further, whatever the hook; vLLM gets an answer that means nothing."""
 
 import signal
 from asyncio import CancelledError

@@ -127,12 +127,12 @@ def test_refused_hits_of_an_isolated_connector_are_a_warning(
     connector_class: type, found: str | None, conditions: Conditions, danger: Danger | None, sibling: str | None
 ) -> None:
     others = {} if sibling is None else {"other": (OnlyAsync, sibling)}
-    validated = checked({"best": (connector_class, "kv_both"), **others}, conditions, isolate=["best"])
+    validated = checked({"best": (connector_class, "kv_both"), **others}, conditions, best_effort=["best"])
     reason = danger or (SIBLINGS if sibling in ("kv_both", "kv_producer") else None)
     assert async_only(validated.specs, conditions) == ({0} if reason else set())
     assert [warning.found for warning in validated.warnings] == ([found + reason.harm] if found and reason else [])
     for warning in validated.warnings:
-        assert warning.path == f"{config.PATH}.kvobs.isolate"
+        assert warning.path == f"{config.PATH}.kvobs.best_effort"
         assert ("kv_consumer" in warning.fix) == (reason is SIBLINGS)
         assert reason is not None
         assert reason.setting in warning.fix
@@ -156,7 +156,7 @@ def test_a_synchronous_load_that_is_not_recomputed_is_a_warning(conditions: Cond
 def test_beside_an_isolated_connector_the_advice_is_to_isolate_this_one_too() -> None:
     """For isolation needs the policy "recompute"."""
     roles = {"sync": (OnlySync, "kv_both"), "best": (OnlyAsync, "kv_both")}
-    (warning,) = checked(roles, V2_RUNNER, isolate=["best"]).warnings
-    assert warning.fix.startswith(f"add 'sync' to {config.PATH}.kvobs.isolate; its hits are then ignored, or start")
-    both = checked(roles, V2_RUNNER, isolate=["best", "sync"])
+    (warning,) = checked(roles, V2_RUNNER, best_effort=["best"]).warnings
+    assert warning.fix.startswith(f"add 'sync' to {config.PATH}.kvobs.best_effort; its hits are then ignored, or start")
+    both = checked(roles, V2_RUNNER, best_effort=["best", "sync"])
     assert unsafe_loads(both.specs, V2_RUNNER, "recompute") == {}

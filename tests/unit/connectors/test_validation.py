@@ -82,23 +82,23 @@ def test_an_unknown_key_is_given_the_one_that_was_meant(key: str, says: str, fix
     assert finding.fix.startswith(fix)
 
 
-def test_children_keep_a_name_where_nothing_else_is_right() -> None:
+def test_connectors_keep_a_name_where_nothing_else_is_right() -> None:
     configuration, found = config.validate({"connectors": [ENTRY, 7, {}], "kvobs": 1})
     assert configuration.names == ("ExampleConnector", "1", "2")
     assert [finding.path.rpartition(".")[2] for finding in found] == ["connectors[1]", "kv_connector", "kvobs"]
 
 
 @pytest.mark.parametrize(("policy", "count"), [("recompute", 0), ("fail", 1), (None, 1)])
-def test_best_effort_children_need_recomputation(policy: str | None, count: int) -> None:
+def test_best_effort_connectors_need_recomputation(policy: str | None, count: int) -> None:
     for isolate in ([], ["ExampleConnector"]):
-        checked = validate({"connectors": [ENTRY], "kvobs": {"isolate": isolate}}, policy, TransferConfig)
+        checked = validate({"connectors": [ENTRY], "kvobs": {"best_effort": isolate}}, policy, TransferConfig)
         expected = [("kv_load_failure_policy", "found", "'recompute'", "set")] * len(isolate) * count
         assert [(m.path, m.found[:5], m.allowed, m.fix[:3]) for m in checked.mistakes] == expected
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail", None])
 @pytest.mark.parametrize("own", ["recompute", "fail", None])
-def test_a_childs_policy_that_differs_is_a_warning(own: str | None, policy: str | None) -> None:
+def test_a_connectors_policy_that_differs_is_a_warning(own: str | None, policy: str | None) -> None:
     checked = validate({"connectors": [{**ENTRY, "kv_load_failure_policy": own}]}, policy, TransferConfig)
     is_ignored = own is not None and own != (policy or "fail")
     expected = [(f"{CONNECTORS}[0].kv_load_failure_policy", "found", "set")] * is_ignored
@@ -137,11 +137,11 @@ def test_a_connector_that_hands_kv_over_has_no_minimum() -> None:
 @pytest.mark.parametrize(
     ("verify", "policy", "paths"),
     [
-        ({"share": 0.01, "fail": True}, "recompute", []),
-        ({"share": 0.01}, "fail", []),
-        ({"fail": True}, "recompute", [f"{config.PATH}.kvobs.verify.share"]),
-        ({"share": 0.01, "fail": True}, "fail", ["kv_load_failure_policy"]),
-        ({"fail": True}, None, [f"{config.PATH}.kvobs.verify.share", "kv_load_failure_policy"]),
+        ({"sample_ratio": 0.01, "on_mismatch": "recompute"}, "recompute", []),
+        ({"sample_ratio": 0.01}, "fail", []),
+        ({"on_mismatch": "recompute"}, "recompute", [f"{config.PATH}.kvobs.verify.sample_ratio"]),
+        ({"sample_ratio": 0.01, "on_mismatch": "recompute"}, "fail", ["kv_load_failure_policy"]),
+        ({"on_mismatch": "recompute"}, None, [f"{config.PATH}.kvobs.verify.sample_ratio", "kv_load_failure_policy"]),
     ],
 )
 def test_loads_with_wrong_bytes_fail_only_where_they_are_computed(verify: Any, policy: Any, paths: list[str]) -> None:

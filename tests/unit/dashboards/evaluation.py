@@ -52,7 +52,7 @@ def with_labels(series: Series, labels: Mapping[str, str]) -> dict[str, str]:
     for name, values in series.items():
         metric, _, own = name.partition("{")
         scope = SCOPES.get(re.sub("_(bucket|sum|count)$", "", metric))
-        of_connector = scope in (Scope.CHILD, Scope.OUTSIDE) and metric != START
+        of_connector = scope in (Scope.CONNECTOR, Scope.OUTSIDE) and metric != START
         is_vllms = metric.startswith("vllm")  # another target on the same host
         has = CONNECTOR if of_connector else ENGINE if scope or is_vllms else TARGET
         of = {**labels, "job": "vllm", "instance": labels["instance"].replace(":8", ":9")} if is_vllms else labels

@@ -102,7 +102,7 @@ OFF_BOARDS = {
         signals.KV_EVENTS,
         signals.QUARANTINES,
         signals.SLOW_CALLS,
-        signals.STRAY_REPORTS,
+        signals.UNEXPECTED_REPORTS,
         signals.UNUSED_OFFERS,
     )
 }
@@ -125,7 +125,7 @@ def test_prometheus_2_takes_every_query(path: str, tmp_path: Path) -> None:
     assert f"{len(rules)} rules found" in passed("check", "rules", file)
 
 
-def test_a_child_has_the_same_colour_on_all_boards() -> None:
+def test_a_connector_has_the_same_colour_on_all_boards() -> None:
     found = []
     for panel in (panel for content in BOARDS.values() for panel in panels(content)):
         if any(target.get("legendFormat", "").startswith(CONNECTOR_LEGEND) for target in panel["targets"]):

@@ -65,7 +65,7 @@ def test_the_cost_of_ranks_on_another_host_is_divided_by_their_number(tmp_path: 
     alert, head = BY_NAME[name], engine({**cost("0+1x400", ranks=4), CORE: "9000+0x400"})
     alone = engine({**cost("0+1x400"), CORE: "9000+0x400"}, {"instance": "gpu-3:8000"})
     fires = Fires({}, "40m", "Telemetry uses 30% of one core in one process of engine 0 of gpu-1:8000 (org/model a&b).")
-    record = 'kvobs_self_seconds_total{where="record"}'
+    record = 'kvobs_overhead_seconds_total{stage="record"}'
     tests = [
         case(head | alone | of_ranks({**hosts.RANKS, record: "0+9x400"}), quietly(name, quiet_from(0))),
         case(

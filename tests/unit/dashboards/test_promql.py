@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "a gauge's rate": (lambda: SELECTION.rate(signals.IN_FLIGHT), "kvobs_in_flight is a gauge: it has no rate"),
     "counted gauge": (lambda: SELECTION.count(signals.IN_FLIGHT), "kvobs_in_flight is a gauge, not a counter"),
     "rates of a histogram": (lambda: SELECTION.rates(signals.LOAD_STALL), "is a histogram, not a counter"),
-    "no child": (lambda: SELECTION.rate(signals.SELF_SECONDS, "connector"), "has no label 'connector'"),
+    "no connector": (lambda: SELECTION.rate(signals.OVERHEAD_SECONDS, "connector"), "has no label 'connector'"),
 }
 
 

@@ -12,8 +12,8 @@ from tests.support.promtool import HOST, answers
 STEADY, RISING = "0+0x20", "0+60x20"  # one sample a minute: a rate of 0, and of 1
 
 
-def child(name: str, **counters: str) -> dict[str, str]:
-    """Return a child's series: that it is configured, and counters that rise by 60 a minute or stand still."""
+def connector(name: str, **counters: str) -> dict[str, str]:
+    """Return a connector's series: that it is configured, and counters that rise by 60 a minute or stand still."""
     made = {f'kvobs_connector_info{{connector="{name}",index="0"}}': "1x20", "kvobs_local_cache_tokens{}": "9000x20"}
     for key, values in counters.items():
         metric, _, value = key.partition("__")
@@ -48,27 +48,27 @@ def fast(name: str) -> dict[str, str]:
 
 def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
     series = (
-        child("idle")
-        | child("well", **CALLED, loads_total__ok=RISING)
-        | child("slow", **CALLED, loads_total__ok=RISING)
+        connector("idle")
+        | connector("well", **CALLED, loads_total__ok=RISING)
+        | connector("slow", **CALLED, loads_total__ok=RISING)
         | slow("slow")
-        | child("blocking", **CALLED, loads_total__ok=RISING)
+        | connector("blocking", **CALLED, loads_total__ok=RISING)
         | slow("blocking")
         | calls("blocking", "get_num_new_matched_tokens", "0+6x20")  # a tenth
         | calls("well", "build_connector_meta", "0+5x20")
         | calls("well", "start_load_kv", RISING)
-        | child("failing", **CALLED, loads_total__ok=RISING, loads_total__failed="0+6x20")
+        | connector("failing", **CALLED, loads_total__ok=RISING, loads_total__failed="0+6x20")
         | calls("failing", "get_num_new_matched_tokens", RISING)
         | slow("failing")
-        | child("out", **CALLED, call_errors_total=RISING, quarantined="1x20")
-        | child("back", **CALLED, loads_total__ok=RISING, quarantined="0x20")
+        | connector("out", **CALLED, call_errors_total=RISING, quarantined="1x20")
+        | connector("back", **CALLED, loads_total__ok=RISING, quarantined="0x20")
     )
     series |= {
         'kvobs_call_in_progress_seconds{connector="hanging",hook="h",rank="0"}': "10x20",
         'kvobs_engine_ended{connector="fatal",hook="h",reason="SIGKILL"}': "1x20",
         'kvobs_engine_ended{connector="",hook="",reason="SIGKILL"}': "1x20",
         COUNT: "0+300x20",  # of a fiftieth of a second
-        **{OLDEST(f"with {kind}", kind): "15x20" for kind in ("lookup", "load", "resume", "save")},
+        **{OLDEST(f"with {kind}", kind): "15x20" for kind in ("lookup", "load", "awaiting_schedule", "save")},
         **{f'kvobs_in_flight{{connector="with {kind}",kind="{kind}"}}': "1x20" for kind in ("load", "save")},
     }
     hanging = ("hanging", "with lookup", "with load", "with resume")
@@ -91,7 +91,7 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
 
 
 def test_a_connector_of_an_engine_with_requests_is_not_idle(tmp_path: Path) -> None:
-    series = child("cpu") | {
+    series = connector("cpu") | {
         f'vllm:num_requests_{name}{{job="vllm",instance="i:8000",model_name="m",engine="0"}}': values
         for name, values in {"running": "0x20", "waiting": "0x8 1x12"}.items()
     }
@@ -103,14 +103,18 @@ def test_a_connector_never_serves_while_the_alert_says_so(tmp_path: Path) -> Non
     alert = 'ALERTS{alertname="%s",alertstate="firing",severity="info",connector="cpu",instance="i:8000",engine="0"%s}'
     job = ',job="j",model_name="m"'
     for name, state in (("KvobsNeverServes", 2), ("KvobsLoadsDontPay", 1)):
-        series = child("cpu", **CALLED) | {alert % (name, job): "1x20"}
+        series = connector("cpu", **CALLED) | {alert % (name, job): "1x20"}
         assert answers(tmp_path, series, questions.verdict(*by_connector)) == {"cpu": state}
 
 
 def test_the_tile_shows_what_hangs_of_calls_and_of_all_that_waits(tmp_path: Path) -> None:
     series = {
         'kvobs_call_in_progress_seconds{connector="a",hook="h",rank="0"}': "2x20",
-        **{OLDEST(f"{kind} {age}", kind): f"{age}x20" for kind in ("load", "save", "resume") for age in (14, 15)},
+        **{
+            OLDEST(f"{kind} {age}", kind): f"{age}x20"
+            for kind in ("load", "save", "awaiting_schedule")
+            for age in (14, 15)
+        },
     }
     assert answers(tmp_path, series, questions.hang_ages()) == {"a": 2, "load 15": 15, "resume 15": 15}
 
@@ -129,11 +133,11 @@ FAILING_MOST = questions.none_if_empty(f"topk(1, ({questions.failing_share(*by_c
 
 
 def fleet(engines: int, failing: int) -> dict[str, str]:
-    """Return one child on many engines, of which some fail all loads, and the others none."""
+    """Return one connector on many engines, of which some fail all loads, and the others none."""
     made: dict[str, str] = {}
     for number in range(engines):
         failed = RISING if number < failing else STEADY
-        made |= on(number, child("disk", loads_total__failed=failed, loads_total__ok=RISING, **CALLED))
+        made |= on(number, connector("disk", loads_total__failed=failed, loads_total__ok=RISING, **CALLED))
     return made
 
 
@@ -203,9 +207,9 @@ def test_engines_are_down_that_ended_or_are_not_scraped(tmp_path: Path) -> None:
 
 def test_the_gain_is_what_is_saved_without_what_is_waited(tmp_path: Path) -> None:
     """A connector whose loads all fail has saved nothing yet, and has been waited for."""
-    series = child("quick", prefill_saved_seconds_total="0+180x20", load_waited_seconds_total=RISING)
-    series |= child("slow", prefill_saved_seconds_total=RISING, load_waited_seconds_total="0+180x20")
-    series |= child("failing", load_waited_seconds_total=RISING) | child("idle")
+    series = connector("quick", prefill_saved_seconds_total="0+180x20", load_waited_seconds_total=RISING)
+    series |= connector("slow", prefill_saved_seconds_total=RISING, load_waited_seconds_total="0+180x20")
+    series |= connector("failing", load_waited_seconds_total=RISING) | connector("idle")
     assert answers(tmp_path, series, questions.net_gain(*by_connector)) == {"quick": 2, "slow": -2, "failing": -1}
     assert answers(tmp_path, series, questions.net_gain()) == {"": -1}
 
@@ -215,7 +219,7 @@ def test_the_gain_as_a_share_of_the_time_of_engines(tmp_path: Path) -> None:
     series: dict[str, str] = {}
     gaining = {"prefill_saved_seconds_total": "0+180x20", "load_waited_seconds_total": RISING}
     for number, (name, counters) in enumerate((("disk", gaining), ("disk", {}), ("cpu", {}))):
-        series |= on(number, child(name, **counters))
+        series |= on(number, connector(name, **counters))
     assert answers(tmp_path, series, questions.net_gain_share(*by_connector)) == {"disk": 1}
     assert answers(tmp_path, series, questions.net_gain_share()) == {"": pytest.approx(2 / 3)}
 
@@ -223,7 +227,7 @@ def test_the_gain_as_a_share_of_the_time_of_engines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["vllm:prompt_tokens_total", "vllm_prompt_tokens_total"])
 def test_the_share_of_prompt_tokens_by_either_name_and_from_another_job(tmp_path: Path, name: str) -> None:
     """Prompts count once, also where preempted requests load again."""
-    series = child("cpu", load_tokens_total="0+480x20")
+    series = connector("cpu", load_tokens_total="0+480x20")
     asked = questions.loaded_share().replace("$job", "j")
     for at, prompted in (("i", 240), ("other:8000", 600)):
         of = f'job="another",instance="{at}",model_name="m",engine="0"'
@@ -238,7 +242,7 @@ def test_the_share_of_prompt_tokens_by_either_name_and_from_another_job(tmp_path
 def test_the_exporter_and_its_server_are_one_host_whatever_their_ports(tmp_path: Path, host: str) -> None:
     of = ',job="{}",instance="{}",model_name="{}",engine="0"}}'.format
     own = of("kvobs", f"{host}:9464", "m")
-    series = {name.replace("}", own).replace("{,", "{"): values for name, values in child("cpu").items()}
+    series = {name.replace("}", own).replace("{,", "{"): values for name, values in connector("cpu").items()}
     for at, model in ((f"{host}:8000", "m"), (f"{host}:8001", "another"), ("gpu-2:8000", "m")):
         series["vllm:prompt_tokens_total{x" + '="1"' + of("vllm", at, model)] = "0+240x20"
         series["vllm:prompt_tokens_by_source_total{source" + '="external_kv_transfer"' + of("vllm", at, model)] = RISING
@@ -307,7 +311,7 @@ def over_link(name: str, seconds: int, at_once: int) -> dict[str, str]:
     """Return loads of 100 MB/s over a link of 1 GB/s, which take so many seconds of each minute together."""
     counted = {"load_bytes_total": "0+6000000000x20", "load_duration_seconds_sum": f"0+{seconds}x20"}
     in_flight = f'kvobs_in_flight{{connector="{name}",kind="load"}}'
-    return child(name, link_bytes_per_second="1000000000x20", **counted) | {in_flight: f"{at_once}x20"}
+    return connector(name, link_bytes_per_second="1000000000x20", **counted) | {in_flight: f"{at_once}x20"}
 
 
 LINKED = over_link("alone", 30, 1) | over_link("four", 120, 4)
@@ -316,44 +320,47 @@ UNUSED = 'kvobs_unused_hit_tokens_total{{connector="disk",reason="{}"}}'.format
 LOST = 'otelcol_exporter_{}{{job="otel-collector",instance="{}:8888",exporter="otlp_grpc"}}'.format
 BUILD = 'kvobs_build_info{{version="{}",vllm_version="0.32"}}'.format
 BOTH_ROLES = engine("a", {"nixl": "kv_both"}) | engine("b", {"nixl": "kv_both"})
-OK, HALF = child("well", loads_total__ok=RISING), child("half", loads_total__ok=RISING, loads_total__failed=RISING)
+OK, HALF = (
+    connector("well", loads_total__ok=RISING),
+    connector("half", loads_total__ok=RISING, loads_total__failed=RISING),
+)
 ANSWERS: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
     "of what never failed 0, of what did nothing none": (
-        child("idle") | OK | HALF | child("raising", call_errors_total=RISING),
+        connector("idle") | OK | HALF | connector("raising", call_errors_total=RISING),
         questions.failing_share(*by_connector), {"well": 0, "half": 0.5, "raising": 1},
     ),
     "the one that fails most": (OK | HALF, FAILING_MOST, {"half": 0.5}),
     "nobody, if none fails": (OK, FAILING_MOST, {"none": 0}),
     "nothing without connectors": ({}, FAILING_MOST, {}),
     "each that is configured": (
-        child("idle") | HALF, questions.connector_or_zero(questions.failures(*by_connector)), {"idle": 0, "half": 1}
+        connector("idle") | HALF, questions.connector_or_zero(questions.failures(*by_connector)), {"idle": 0, "half": 1}
     ),
     "bytes in the time of loads": (  # 600 bytes a minute in loads that took 6 seconds of it
-        child("disk", load_bytes_total="0+600x20", load_duration_seconds_sum="0+6x20") | child("idle"),
+        connector("disk", load_bytes_total="0+600x20", load_duration_seconds_sum="0+6x20") | connector("idle"),
         questions.load_speed(*by_connector), {"disk": 100},
     ),
     "a link, used at least": (LINKED, questions.link_share(), {"alone": 0.2, "four": 0.1}),
     "a link, used at most": (LINKED, questions.link_share(at_most=True), {"alone": 0.2, "four": 0.2}),
     "shares of hits": (
-        child("cpu", lookups_total__hit=RISING, lookups_total__miss="0+180x20", lookups_total__pending=RISING),
+        connector("cpu", lookups_total__hit=RISING, lookups_total__miss="0+180x20", lookups_total__pending=RISING),
         questions.hit_share(*by_connector), {"cpu": 0.25},
     ),
     "shares of unused hit tokens": (
-        child("disk", offered_tokens_total="0+600x20")
+        connector("disk", offered_tokens_total="0+600x20")
         | {UNUSED("other_chosen"): RISING, UNUSED("aborted"): "0+600x20"},
         questions.unused_hit_share(*by_connector), {"disk": 0.1},
     ),
     "an engine with two connectors is one": (
-        child("disk", prefill_saved_seconds_total=RISING, load_waited_seconds_total=STEADY) | child("cpu"),
+        connector("disk", prefill_saved_seconds_total=RISING, load_waited_seconds_total=STEADY) | connector("cpu"),
         questions.net_gain_share(), {"": 1},
     ),
     "no engine": ({}, questions.net_gain_share(), {}),
     "loads that do not pay": (
-        child("slow", loads_total__ok=RISING, loads_slower_than_computing_total="0+30x20") | OK | child("idle"),
+        connector("slow", loads_total__ok=RISING, loads_slower_than_computing_total="0+30x20") | OK | connector("idle"),
         questions.slower_share(*by_connector), {"slow": 0.5, "well": 0},
     ),
     "a connector in two places": (
-        child("disk", loads_total__ok=RISING) | {'kvobs_connector_info{connector="disk",index="1"}': "1x20"},
+        connector("disk", loads_total__ok=RISING) | {'kvobs_connector_info{connector="disk",index="1"}': "1x20"},
         questions.with_index(SELECTION.rate(signals.LOADS, *by_connector)), {"disk": 1},
     ),
     "the oldest of what is open": (
@@ -372,7 +379,7 @@ ANSWERS: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
 }  # fmt: skip
 BY_LABEL: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
     "index": (
-        child("cpu", loads_total__ok="0+120x20"),
+        connector("cpu", loads_total__ok="0+120x20"),
         questions.with_index(SELECTION.rate(signals.LOADS, *by_connector)), {"0": 2},
     ),
     "instance": (  # the name depends on the collector's settings; neither its job nor its address is an engine's

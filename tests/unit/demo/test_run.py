@@ -76,7 +76,7 @@ def test_exporters_listen_beside_servers(port: int, claimed: int, used: int, mon
     config = FakeServer.last.arguments[2]
     options = config["kv_connector_extra_config"]["kvobs"]
     assert options["exporter"] == {"host": "0.0.0.0", "port": used}
-    assert (options["names"], options["isolate"]) == (list(run.NAMES), ["cpu"])
+    assert (options["names"], options["best_effort"]) == (list(run.NAMES), ["cpu"])
     assert config["kv_load_failure_policy"] == "recompute"
     assert f"kvobs's metrics are at http://127.0.0.1:{used}/metrics" in out.getvalue()
     assert ended == [f"http://127.0.0.1:{used}/metrics"]

@@ -190,7 +190,7 @@ def test_a_server_that_dies_at_once_shows_why_and_the_end_of_its_log(tmp_path: P
     assert lines[3:] == [f"  line {i}" for i in range(76, 100)] + ["  RuntimeError: out of luck"]
 
 
-def test_a_server_that_hangs_is_given_up_and_killed_with_its_children(tmp_path: Path) -> None:
+def test_a_server_that_hangs_is_given_up_and_killed_with_its_connectors(tmp_path: Path) -> None:
     """On Ctrl-C, too."""
     progress: list[str] = []
 

@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export import SpanExporter
 
 from kvobs.export import span_export
 from tests.support.contexts import no_otel_variables
-from tests.support.cutters import Cutter, Make
+from tests.support.converters import Converter, Make
 from tests.support.page_files import page_folder
 
 
@@ -20,26 +20,26 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def cutter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Return what makes cutters, and closes them."""
+def converter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Return what makes converters, and closes them."""
     no_otel_variables(monkeypatch)
-    made: list[Cutter] = []
+    made: list[Converter] = []
 
-    def make(exporter: SpanExporter | None = None) -> Cutter:
-        made.append(Cutter(exporter))
+    def make(exporter: SpanExporter | None = None) -> Converter:
+        made.append(Converter(exporter))
         return made[-1]
 
     yield make
     monkeypatch.setattr(span_export, "CLOSING_S", 0.1)
     for one in made:
-        one.cutter.close()
+        one.converter.close()
 
 
 @pytest.fixture(scope="module")
-def lasting() -> Iterator[Cutter]:
-    """Return a cutter for many examples: ``again`` makes it as new."""
+def lasting() -> Iterator[Converter]:
+    """Return a converter for many examples: ``again`` makes it as new."""
     with pytest.MonkeyPatch.context() as patch:
         no_otel_variables(patch)
-        mine = Cutter()
+        mine = Converter()
     yield mine
-    mine.cutter.close()
+    mine.converter.close()

@@ -16,17 +16,17 @@ from kvobs.page import files, layout
 from kvobs.page.description import ConnectorInfo
 from kvobs.page.layout import HEAD, MAGIC, ORDINARY, URGENT, VERSION
 from kvobs.schema import signals
-from kvobs.schema.signals import OTHER_VALUE, SERIES_AT_MOST, place, slot
+from kvobs.schema.signals import OTHER_VALUE, SERIES_AT_MOST, slot, word
 from kvobs.schema.spans import Reason, Record
 from tests.support.contexts import record
 from tests.support.watched import NAMES, process
 from tests.support.written import Numbers, Pages, numbers
 
-HIT = place(0, slot(signals.LOOKUPS, "hit"))
-IN_FLIGHT = place(1, slot(signals.IN_FLIGHT, "load"))
-SUM = place(0, slot(signals.LOAD_DURATION, "async")) + signals.LOAD_DURATION.sum_offset
-RECORD = slot(signals.SELF_SECONDS, "record")
-CALLS = place(1, slot(signals.CALL_DURATION, "wait_for_save"))
+HIT = word(0, slot(signals.LOOKUPS, "hit"))
+IN_FLIGHT = word(1, slot(signals.IN_FLIGHT, "load"))
+SUM = word(0, slot(signals.LOAD_DURATION, "async")) + signals.LOAD_DURATION.sum_offset
+RECORD = slot(signals.OVERHEAD_SECONDS, "record")
+CALLS = word(1, slot(signals.CALL_DURATION, "wait_for_save"))
 
 
 def grown(engine: Engine) -> dict[int, int]:
@@ -94,7 +94,7 @@ def test_a_later_reader_has_the_numbers_of_a_worker_that_was_killed() -> None:
         os.waitpid(killed.pid, 0)
     engine = pages.engine()
     assert [page.rank for page in engine.all()] == [None, 0]
-    first = place(0, slot(signals.CALL_DURATION, "start_load_kv"))
+    first = word(0, slot(signals.CALL_DURATION, "start_load_kv"))
     assert sum(engine.counts()[first : first + signals.CALL_DURATION.sum_offset]) == 1
     assert engine.is_alive, "its scheduler's process runs"
 

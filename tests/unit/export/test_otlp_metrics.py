@@ -18,13 +18,13 @@ from kvobs import faults
 from kvobs.export.otlp_metrics import INTERVAL, MetricsPush, interval_s, make_metric_exporter
 from kvobs.export.totals import Totals
 from kvobs.schema import signals, spans
-from kvobs.schema.signals import LOAD_DURATION, LOOKUPS, Kind, labelnames, place, slot
+from kvobs.schema.signals import LOAD_DURATION, LOOKUPS, Kind, labelnames, slot, word
 from tests.support.contexts import no_otel_variables, record
 from tests.support.written import Numbers, Pages, numbers, stopped_clock
 
 DELTA, CUMULATIVE = AggregationTemporality.DELTA, AggregationTemporality.CUMULATIVE
-HIT = place(0, slot(LOOKUPS, "hit"))
-OLDEST = place(0, slot(signals.OLDEST_IN_FLIGHT, "load"))
+HIT = word(0, slot(LOOKUPS, "hit"))
+OLDEST = word(0, slot(signals.OLDEST_IN_FLIGHT, "load"))
 Sent = dict[tuple[str, tuple[tuple[str, Any], ...]], tuple[float, tuple[int, ...]]]
 
 
@@ -112,9 +112,9 @@ def test_differences_add_up_to_the_totals_whatever_is_not_taken(parts: list[tupl
 
 def test_kinds_units_buckets_and_times_are_those_of_the_table() -> None:
     pages, kept = Pages(), Kept()
-    for at in (HIT, place(0, slot(LOAD_DURATION, "async"))):
+    for at in (HIT, word(0, slot(LOAD_DURATION, "async"))):
         pages.add(at)
-    pages.add(place(0, slot(signals.LOAD_BYTES)), 8)
+    pages.add(word(0, slot(signals.LOAD_BYTES)), 8)
     push(pages.totals(), kept).send()
     (resource,) = kept.sent[0].resource_metrics
     (scope,) = resource.scope_metrics
@@ -185,7 +185,7 @@ def test_an_exemplar_is_sent_once_where_differences_are() -> None:
     pages, kept = Pages(), Kept(DELTA)
     totals = pages.totals()
     pushing = push(totals, kept)
-    first = place(0, slot(LOAD_DURATION, "async"))
+    first = word(0, slot(LOAD_DURATION, "async"))
     one = record(observed_ns=2_000_000, attributes={spans.CONNECTOR: "one", spans.MODE: "async"})
     for is_marked in (True, False):
         pages.add(first + LOAD_DURATION.bucket(2_000_000))

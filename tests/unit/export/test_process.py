@@ -147,7 +147,7 @@ def test_of_two_exporters_of_a_server_the_second_ends_at_once() -> None:
         with pytest.raises(OSError, match="refused"):
             second.get()
         with open(f"/proc/{state['pid']}/stat") as file:
-            assert int(file.read().rpartition(")")[2].split()[1]) != os.getpid(), "no child: vLLM would kill it"
+            assert int(file.read().rpartition(")")[2].split()[1]) != os.getpid(), "no connector: vLLM would kill it"
         end(engine.pid, signal.SIGTERM)
     assert eventually(lambda: not state_of(engine.server)), "after a regular end it has ended, and left nothing"
 
@@ -236,7 +236,7 @@ def test_asked_to_end_while_the_engine_goes_on_it_leaves_and_the_next_one_takes_
             patch.setenv(name, value)
         with writing(endpoint=collector.endpoint) as engine:
             with exporter(engine.server, port=page.port) as first:
-                assert eventually(lambda: page.value("kvobs_self_seconds_total", "where", "export"))
+                assert eventually(lambda: page.value("kvobs_overhead_seconds_total", "stage", "export"))
                 before = page.counters()
                 os.kill(first, signal.SIGTERM)
                 assert eventually(lambda: has_ended(first), 20)
@@ -366,11 +366,11 @@ def test_what_it_counts_itself_outlives_it_and_is_shown_only_once_it_was_written
     first._keep()
     lost = 'kvobs_spans_dropped_total{engine="0",model_name="tiny",where="export"} 4.0'
     assert lost in text_of(first)
-    spent = [line for line in text_of(first).splitlines() if line.startswith("kvobs_self_seconds_total")]
+    spent = [line for line in text_of(first).splitlines() if line.startswith("kvobs_overhead_seconds_total")]
     second = make(pages)
     cycle(second)
     assert lost in text_of(second)
-    assert [line for line in text_of(second).splitlines() if line.startswith("kvobs_self_seconds_total")] == spent
+    assert [line for line in text_of(second).splitlines() if line.startswith("kvobs_overhead_seconds_total")] == spent
     second._drop_spans("export", 1)
     second._keep()
     assert lost.replace(" 4.0", " 5.0") in text_of(second)
@@ -498,7 +498,7 @@ def test_health_has_all_engines_with_their_processes(make: Callable[..., Exporte
     mine = make(first)
     assert mine._health() == (False, {"engines": [], "spans_queued": 0, "spans_dropped": 0, "version": __version__})
     cycle(mine)
-    mine._spans = Mock(**{"cutter.queued": 3})
+    mine._spans = Mock(**{"converter.queued": 3})
     mine._drop_spans("queue", 2)
     engines = [
         {
@@ -604,7 +604,13 @@ def test_the_last_numbers_are_served_for_a_while(  # noqa: PLR0917 - a table's c
         patch.setattr(process, "_let_go_of_stderr", calls.stderr)
         mine._close(lingers=True)
     assert clock.now - 1000 == pytest.approx(seconds, abs=0.1)
-    assert calls.mock_calls == [call.c.finish([]), call.c.cutter.close(), call.p.close(), call.stderr(), call.s.close()]
+    assert calls.mock_calls == [
+        call.c.finish([]),
+        call.c.converter.close(),
+        call.p.close(),
+        call.stderr(),
+        call.s.close(),
+    ]
 
 
 UNTIL = ". Serving is not affected, but kvobs's metrics are missing until it can. Fix: "

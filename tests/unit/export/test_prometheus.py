@@ -26,7 +26,7 @@ from kvobs.page import files
 from kvobs.page.description import Identity
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.schema.signals import OPEN_COUNTERS, SIGNALS, Kind, Scope, Signal, place
+from kvobs.schema.signals import DYNAMIC_COUNTERS, SIGNALS, Kind, Scope, Signal, word
 from kvobs.schema.spans import Reason
 from kvobs.vllm_api import versions
 from tests.support.contexts import no_otel_variables, record
@@ -36,16 +36,16 @@ from tests.support.top_engines import Engines, count
 LOOKUPS = signals.LOOKUPS
 
 
-def hits(engines: Engines, n: int, child: int = 0, engine: int = 0) -> None:
+def hits(engines: Engines, n: int, index: int = 0, engine: int = 0) -> None:
     """Let an engine count some hits of a connector."""
-    engines.send(lambda recorder: count(recorder, child, LOOKUPS, n, "hit"), engine=engine)
+    engines.send(lambda recorder: count(recorder, index, LOOKUPS, n, "hit"), engine=engine)
 
 
-def test_counts_become_counters_of_the_right_child_and_engine() -> None:
+def test_counts_become_counters_of_the_right_connector_and_engine() -> None:
     engines = Engines("one", "two", engines=2)
     front = engines.front
     hits(engines, 2)
-    hits(engines, 3, child=1)
+    hits(engines, 3, index=1)
     hits(engines, 10, engine=1)
     hits(engines, 1)
     assert front.value("kvobs_lookups_total", "one", outcome="hit") == 3
@@ -71,7 +71,7 @@ def test_other_series_appear_when_first_used() -> None:
     }
 
 
-OF_CHILDREN = [signal for signal in SIGNALS if signal.bounds and signal.scope is Scope.CHILD]
+OF_CHILDREN = [signal for signal in SIGNALS if signal.bounds and signal.scope is Scope.CONNECTOR]
 
 
 @given(st.lists(st.tuples(st.sampled_from(OF_CHILDREN), st.integers(0, 2**36)), max_size=20))
@@ -106,23 +106,23 @@ def test_a_histogram_is_what_observing_one_by_one_would_have_made(seen: list[tup
 def test_every_series_of_the_table_is_exposed() -> None:
     engines = Engines("one")
     page = engines.recorders[0].page
-    for at in range(place(1, 0)):
+    for at in range(word(1, 0)):
         if signals.locate(at)[0].signal.kind is Kind.GAUGE:
             page.set_gauge(at, 1)
         else:
             page.add(at, 1)
-    for signal in OPEN_COUNTERS:
+    for signal in DYNAMIC_COUNTERS:
         page.rows.add(signal, 0, ("x",) * len(signal.labels), 1)
     samples = [s for f in engines.front.registry.collect() for s in f.samples if not s.name.endswith("_created")]
     exposed = {s.name.removesuffix("_count") for s in samples}
-    ours = [signal for signal in SIGNALS if signal.scope in {Scope.CHILD, Scope.PROCESS}]
+    ours = [signal for signal in SIGNALS if signal.scope in {Scope.CONNECTOR, Scope.PROCESS}]
     assert exposed >= {signal.name for signal in ours}
     for signal in ours:
         of_signal = [s for s in samples if s.name in (signal.name, f"{signal.name}_count")]
         assert len(of_signal) == math.prod(len(values) or 1 for values in signal.labels.values()), signal.name
         for sample in of_signal:
             assert set(sample.labels) - set(LABELS) - {"connector"} == set(signal.labels)
-            assert ("connector" in sample.labels) is (signal.scope is Scope.CHILD)
+            assert ("connector" in sample.labels) is (signal.scope is Scope.CONNECTOR)
 
 
 def until(condition: Any, seconds: float = 60.0) -> bool:
@@ -193,14 +193,14 @@ def test_the_spans_of_each_engine_are_exported_and_those_of_the_last_moment_too(
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["flat", "as vLLM before 0.30 sends it"])
-def test_childrens_own_metrics_keep_their_names_and_gain_the_label(wrapped: bool) -> None:
+def test_connectors_own_metrics_keep_their_names_and_gain_the_label(wrapped: bool) -> None:
     front = Front(metered("a"), metered("b"), names=["one", "two"])
     front.metrics.observe({name: {"data": {"n": n}} if wrapped else {"n": n} for name, n in (("one", 1), ("two", 5))})
     assert front.value("scripted_things_total", "one") == 1
     assert front.value("scripted_things_total", "two") == 5
 
 
-def test_a_child_whose_metrics_can_not_be_made_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connector_whose_metrics_can_not_be_made_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
     front = Front(metered("a", "UnmeterableConnector"), metered("b"), names=["one", "two"])
     front.metrics.observe({"one": {"n": 1}, "two": {"n": 2}})
     assert front.value("scripted_things_total", "two") == 2
@@ -252,7 +252,9 @@ def test_an_engine_that_nothing_shows_any_more_is_watched_no_more() -> None:
     assert until(lambda: not any(thread.is_alive() for thread in begun))
 
 
-def test_childrens_families_are_new_with_engines(registry: CollectorRegistry, caplog: pytest.LogCaptureFixture) -> None:
+def test_connectors_families_are_new_with_engines(
+    registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
     """vLLM has unregistered its own ones by then, and none of other names."""
     for n in (1, 2):
         front = real("one", "two")
@@ -280,7 +282,7 @@ def test_a_part_of_the_metrics_can_be_asked_for(registry: CollectorRegistry, mon
 
 
 @pytest.mark.usefixtures("in_production")
-def test_metrics_that_can_not_be_registered_cost_the_children_theirs_nothing(registry: CollectorRegistry) -> None:
+def test_metrics_that_can_not_be_registered_cost_the_connectors_theirs_nothing(registry: CollectorRegistry) -> None:
     """And the engine starts its exporter: it is not told that they are shown."""
     other = Counter("kvobs_lookups_total", "Of someone else.", registry=registry)
     front = real("one")
@@ -360,7 +362,7 @@ class RayMetrics:
         return self._metric(name, tag_keys)
 
 
-def test_vllms_classes_in_front_of_ray_get_the_childrens_numbers(
+def test_vllms_classes_in_front_of_ray_get_the_connectors_numbers(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = RayMetrics()

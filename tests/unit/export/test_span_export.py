@@ -18,14 +18,14 @@ from kvobs.export.span_export import make_exporter
 from kvobs.schema import spans
 from kvobs.schema.spans import Reason, Record
 from tests.support.contexts import SAMPLED, UNSAMPLED, no_otel_variables, record, records
-from tests.support.cutters import MODEL, Cutter, Hanging, Make
+from tests.support.converters import MODEL, Converter, Hanging, Make
 
 
-def test_a_span_has_the_ids_and_times_of_its_record(cutter: Make) -> None:
-    mine = cutter()
+def test_a_span_has_the_ids_and_times_of_its_record(converter: Make) -> None:
+    mine = converter()
     attributes = {"kv_transfer.connector": "disk", "kv_transfer.tokens": 64, "kv_transfer.rank_skew": 0.5}
     made = record(parent_id="3" * 16, attributes=attributes, links=(UNSAMPLED.traceparent, "nonsense"))
-    assert mine.cut([made], engine=7) == 1
+    assert mine.convert([made], engine=7) == 1
     (span,) = mine.sent()
     assert (span.name, span.start_time, span.end_time) == ("kv.load disk", 1_000, 3_000)
     assert (span.context.trace_id, span.context.span_id) == (int("1" * 32, 16), int("2" * 16, 16))
@@ -42,9 +42,9 @@ def test_a_span_has_the_ids_and_times_of_its_record(cutter: Make) -> None:
 
 
 @given(records)
-def test_the_real_encoder_takes_every_record_as_it_is_read(lasting: Cutter, made: Record) -> None:
+def test_the_real_encoder_takes_every_record_as_it_is_read(lasting: Converter, made: Record) -> None:
     lasting.again()
-    assert lasting.cut([msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Record)]) == 1
+    assert lasting.convert([msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Record)]) == 1
     (sent,) = encode_spans(lasting.sent()).resource_spans[0].scope_spans[0].spans
     assert (sent.trace_id.hex(), sent.span_id.hex(), sent.parent_span_id.hex()) == made[1:4]
     assert (sent.start_time_unix_nano, sent.end_time_unix_nano, sent.name) == (made.start_ns, made.end_ns, made.title)
@@ -58,41 +58,41 @@ def test_the_real_encoder_takes_every_record_as_it_is_read(lasting: Cutter, made
     assert sent.status.code == (StatusCode.ERROR if spans.ERROR_TYPE in made.attributes else StatusCode.UNSET).value
 
 
-def test_kvobs_is_the_same_service_as_vllm(cutter: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kvobs_is_the_same_service_as_vllm(converter: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a provider of vLLM's, the environment says which one it is."""
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    mine = cutter()
-    mine.cut([record()])
+    mine = converter()
+    mine.convert([record()])
     assert mine.sent()[0].resource.attributes["service.name"] == "mine"
     resource = Resource({"service.name": "vllm-server", "vllm.process_id": "1"})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    mine = cutter()
-    mine.cut([record()])
+    mine = converter()
+    mine.convert([record()])
     assert mine.sent()[0].resource is resource
 
 
-def test_the_global_provider_is_left_alone(cutter: Make) -> None:
+def test_the_global_provider_is_left_alone(converter: Make) -> None:
     before = trace.get_tracer_provider()
-    cutter().cut([record()])
+    converter().convert([record()])
     assert trace.get_tracer_provider() is before
 
 
-def test_a_full_queue_loses_new_spans_until_it_is_empty(cutter: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_loses_new_spans_until_it_is_empty(converter: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, n in (("OTEL_BSP_MAX_QUEUE_SIZE", 10), ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 4)):
         monkeypatch.setenv(name, str(n))
     hanging = Hanging()
-    mine = Cutter(hanging)
-    assert mine.cutter.room == 10
-    assert mine.cut(*[[record()]] * 15) == 10
-    assert (mine.lost, mine.cutter.room, mine.cutter.queued) == ({"queue": 5}, 0, 10)
+    mine = Converter(hanging)
+    assert mine.converter.room == 10
+    assert mine.convert(*[[record()]] * 15) == 10
+    assert (mine.lost, mine.converter.room, mine.converter.queued) == ({"queue": 5}, 0, 10)
     assert hanging.is_called.wait(10)
-    assert mine.cut([record()]) == 0, "what is being sent is not sent yet"
+    assert mine.convert([record()]) == 0, "what is being sent is not sent yet"
     hanging.may_go.set()
     mine.send()
-    assert mine.cut(*[[record()] * 5] * 2) == 10
-    assert mine.cut([record(reason=Reason.SLOW)]) == 0
-    mine.cutter.close()
+    assert mine.convert(*[[record()] * 5] * 2) == 10
+    assert mine.convert([record(reason=Reason.SLOW)]) == 0
+    mine.converter.close()
     assert mine.lost == {"queue": 7}
 
 
@@ -169,10 +169,10 @@ def test_text_is_plain_where_vllms_own_is_or_the_environment_asks_for_it(
     ids=str,
 )
 def test_the_queue_and_its_delay_are_as_the_environment_says(  # noqa: PLR0917 - a table's columns, and fixtures
-    variables: dict[str, str], queue: int, batch: int, delay_ms: int, cutter: Make, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], queue: int, batch: int, delay_ms: int, converter: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(f"OTEL_BSP_{name}", value)
-    mine = cutter().cutter._processor._batch_processor
+    mine = converter().converter._processor._batch_processor
     found = (mine._max_queue_size, mine._max_export_batch_size, mine._schedule_delay_millis)
     assert found == (queue, batch, delay_ms)

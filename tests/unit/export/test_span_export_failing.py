@@ -17,7 +17,7 @@ from kvobs.demo.server import claim_port
 from kvobs.export import span_export
 from kvobs.export.span_export import make_exporter
 from tests.support.contexts import record
-from tests.support.cutters import Cutter, Hanging, Make
+from tests.support.converters import Converter, Hanging, Make
 
 TRANSPORT, GRPC = (
     logging.getLogger(name) for name in ("urllib3.connectionpool", "opentelemetry.exporter.otlp.proto.grpc.exporter")
@@ -49,12 +49,12 @@ class Failing(SpanExporter):
     ids=str,
 )
 def test_an_outage_of_the_collector_has_a_line_for_its_begin_and_its_end(
-    failure: Any, reason: str, cutter: Make, caplog: pytest.LogCaptureFixture
+    failure: Any, reason: str, converter: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     exporter = Failing(failure)
-    mine = cutter(exporter)
+    mine = converter(exporter)
     for batch in range(3):
-        assert mine.cut([record()] * 2) == 2
+        assert mine.convert([record()] * 2) == 2
         mine.send()
         assert mine.lost == {"export": 2 * (batch + 1)}
     assert [line.getMessage() for line in caplog.records] == [
@@ -65,37 +65,37 @@ def test_an_outage_of_the_collector_has_a_line_for_its_begin_and_its_end(
     GRPC.error("from vLLM's own exporter")
     assert caplog.records[-1].getMessage() == "from vLLM's own exporter"
     exporter.failure = SpanExportResult.SUCCESS
-    mine.cut([record()])
+    mine.convert([record()])
     mine.send()
     assert mine.lost == {"export": 6}
     assert caplog.records[-1].getMessage() == "spans are exported to the collector again"
-    mine.cutter.close()
+    mine.converter.close()
     assert exporter.is_shut_down
 
 
 def test_an_exporter_that_fails_and_says_nothing_is_reported_all_the_same(
-    cutter: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    converter: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Silent(Failing):
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
             return SpanExportResult.FAILURE
 
     monkeypatch.setattr(span_export, "_muted", threading.local())
-    mine = cutter(Silent(SpanExportResult.FAILURE))
-    mine.cut([record()])
+    mine = converter(Silent(SpanExportResult.FAILURE))
+    mine.convert([record()])
     mine.send()
     assert "the exporter gives no reason" in caplog.text
 
 
 @pytest.mark.parametrize(("protocol", "path"), [("grpc", ""), ("http/protobuf", "/v1/traces")])
 def test_the_real_exporters_without_a_collector_log_one_line(
-    protocol: str, path: str, cutter: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    protocol: str, path: str, converter: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")
-    mine = cutter(make_exporter(f"http://127.0.0.1:{claim_port(0)}{path}"))
+    mine = converter(make_exporter(f"http://127.0.0.1:{claim_port(0)}{path}"))
     for _ in range(2):
-        mine.cut([record()])
+        mine.convert([record()])
         mine.send()
     assert mine.lost == {"export": 2}
     (line,) = [line for line in caplog.records if line.levelno >= logging.WARNING]
@@ -104,26 +104,26 @@ def test_the_real_exporters_without_a_collector_log_one_line(
 
 
 def test_the_endpoint_is_named_without_its_secrets(caplog: pytest.LogCaptureFixture) -> None:
-    made = span_export.make_cutter(f"http://user:key@127.0.0.1:{claim_port(0)}", "m", lambda *_: None)
+    made = span_export.make_converter(f"http://user:key@127.0.0.1:{claim_port(0)}", "m", lambda *_: None)
     made._exporter._exporter = Failing(SpanExportResult.FAILURE)
-    made.cut([[record()]], 0)
+    made.convert([[record()]], 0)
     made.close()
     assert re.match(r"spans can't be exported to http://127\.0\.0\.1:\d+: no route", caplog.records[-1].getMessage())
 
 
-def test_waiting_spans_are_sent_at_the_end(cutter: Make) -> None:
-    mine = cutter()
-    mine.cut([record()] * 3)
-    mine.cutter.close()
+def test_waiting_spans_are_sent_at_the_end(converter: Make) -> None:
+    mine = converter()
+    mine.convert([record()] * 3)
+    mine.converter.close()
     assert len(mine.memory.get_finished_spans()) == 3
 
 
 def test_a_collector_that_hangs_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(span_export, "CLOSING_S", 0.3)
     hanging = Hanging()
-    mine = Cutter(hanging)
-    mine.cut([record()])
-    mine.cutter.close()  # returns while it hangs
+    mine = Converter(hanging)
+    mine.convert([record()])
+    mine.converter.close()  # returns while it hangs
     assert hanging.is_called.is_set()
     hanging.may_go.set()
 
@@ -132,9 +132,9 @@ def test_closing_is_registered_once_and_no_more_when_it_is_done(monkeypatch: pyt
     registered: list[Any] = []
     monkeypatch.setattr(atexit, "register", registered.append)
     monkeypatch.setattr(atexit, "unregister", registered.remove)
-    mine = Cutter()
-    assert registered == [mine.cutter.close]
-    mine.cutter.close()
+    mine = Converter()
+    assert registered == [mine.converter.close]
+    mine.converter.close()
     assert registered == []
 
 
@@ -152,12 +152,12 @@ class Hanging(SpanExporter):
         time.sleep(1000)
 
 span_export.CLOSING_S = 0.5
-cutter = span_export.SpanCutter(Hanging(), {}, print)
-assert cutter.cut([[Record("kv.lookup", "1" * 32, "2" * 16, "", 1, 2, "slow", {})]], 0)
+converter = span_export.SpanConverter(Hanging(), {}, print)
+assert converter.convert([[Record("kv.lookup", "1" * 32, "2" * 16, "", 1, 2, "slow", {})]], 0)
 """
 
 
-@pytest.mark.parametrize("how", ["", "cutter.close()"], ids=["by itself", "closed before"])
+@pytest.mark.parametrize("how", ["", "converter.close()"], ids=["by itself", "closed before"])
 def test_a_process_whose_collector_hangs_ends(how: str) -> None:
     command = [sys.executable, "-c", HANGS + how]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)

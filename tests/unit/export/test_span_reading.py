@@ -17,21 +17,21 @@ from kvobs.schema.signals import slot
 from kvobs.schema.spans import Reason, Record
 from kvobs.telemetry.tracing.journal import GROUP_AT_MOST, PER_SECOND, RESERVED
 from tests.support.contexts import record
-from tests.support.cutters import Cutter, Hanging, Make
+from tests.support.converters import Converter, Hanging, Make
 from tests.support.written import Pages
 
 SLOW = record(reason=Reason.SLOW)
-MISSED, EXPORT = slot(signals.SPANS_DROPPED, "missed"), slot(signals.SELF_SECONDS, "export")
+MISSED, EXPORT = slot(signals.SPANS_DROPPED, "missed"), slot(signals.OVERHEAD_SECONDS, "export")
 
 
 class Reading:
-    """Reads into the memory of a cutter, with a clock that the test sets."""
+    """Reads into the memory of a converter, with a clock that the test sets."""
 
-    def __init__(self, cutter: Cutter, *pages: Pages) -> None:
-        self.cutter, self.now, self.counted = cutter, 100.0, Counter[int]()
+    def __init__(self, converter: Converter, *pages: Pages) -> None:
+        self.converter, self.now, self.counted = converter, 100.0, Counter[int]()
         self.totals = [each.totals() for each in pages]
         self.events: list[str] = []
-        mine = cutter.cutter
+        mine = converter.converter
         self.reading = SpanReading(mine, self._count, lambda: self.events.append("noted"), lambda: self.now)
 
     def _count(self, _totals: Totals, slot: int, n: int) -> None:
@@ -39,14 +39,14 @@ class Reading:
 
     def go_on(self) -> int:
         """Export; return how many spans there were."""
-        before = len(self.cutter.sent())
+        before = len(self.converter.sent())
         self.reading.go_on(self.totals)
-        return len(self.cutter.sent()) - before
+        return len(self.converter.sent()) - before
 
 
 @pytest.fixture
-def read(cutter: Make) -> Callable[..., Reading]:
-    return lambda *pages, exporter=None: Reading(cutter(exporter), *pages)
+def read(converter: Make) -> Callable[..., Reading]:
+    return lambda *pages, exporter=None: Reading(converter(exporter), *pages)
 
 
 @pytest.mark.parametrize(("is_urgent", "passed"), [(False, PER_SECOND - RESERVED), (True, PER_SECOND)])
@@ -64,9 +64,9 @@ def test_above_the_rate_spans_stay_in_the_page_until_there_is_room(
     assert mine.go_on() == min(passed, 380 - passed - PER_SECOND // 8), "what was not used is not saved up"
     mine.now += 1
     mine.go_on()
-    assert len(mine.cutter.sent()) == 380
+    assert len(mine.converter.sent()) == 380
     assert mine.counted[MISSED] == 0
-    assert mine.cutter.lost == {}
+    assert mine.converter.lost == {}
 
 
 def test_slow_and_failed_ones_of_all_processes_come_first(read: Callable[..., Reading]) -> None:
@@ -76,9 +76,9 @@ def test_slow_and_failed_ones_of_all_processes_come_first(read: Callable[..., Re
         pages.write(*[[record()]] * 200, [SLOW], writer=writer)
     mine = read(first, second)
     assert mine.go_on() == PER_SECOND - RESERVED
-    reasons = [(span.attributes or {})[spans.REASON] for span in mine.cutter.sent()]
+    reasons = [(span.attributes or {})[spans.REASON] for span in mine.converter.sent()]
     assert reasons == ["slow"] * 3 + ["parent"] * (PER_SECOND - RESERVED - 3)
-    engines = Counter((span.attributes or {})[spans.ENGINE] for span in mine.cutter.sent())
+    engines = Counter((span.attributes or {})[spans.ENGINE] for span in mine.converter.sent())
     assert abs(engines[0] - engines[1]) <= 2, "no engine waits for another one"
     pages = first
     pages.write(*[[SLOW]] * 100)
@@ -92,7 +92,7 @@ def test_slow_and_failed_ones_of_all_processes_come_first(read: Callable[..., Re
 )
 @settings(max_examples=30, deadline=None)
 def test_in_any_time_no_more_pass_than_the_rate_allows_and_each_other_is_left_or_counted(
-    lasting: Cutter, plan: list[tuple[float, list[tuple[int, bool]]]]
+    lasting: Converter, plan: list[tuple[float, list[tuple[int, bool]]]]
 ) -> None:
     """The plan: how long to wait, and the sizes of groups that are written then, and whether they are urgent."""
     lasting.again()
@@ -137,7 +137,7 @@ def test_ordinary_spans_displace_no_slow_ones(read: Callable[..., Reading]) -> N
         pages.write([record()] * 60)
     mine = read(pages)
     mine.go_on()
-    assert Counter((span.attributes or {})[spans.REASON] for span in mine.cutter.sent())["slow"] == 3
+    assert Counter((span.attributes or {})[spans.REASON] for span in mine.converter.sent())["slow"] == 3
 
 
 def test_it_is_noted_what_was_read_before_it_is_handed_over(
@@ -148,13 +148,13 @@ def test_it_is_noted_what_was_read_before_it_is_handed_over(
     mine = read(pages)
     assert mine.go_on() == 0
     assert mine.events == []
-    cut = mine.cutter.cutter.cut
+    cut = mine.converter.converter.convert
 
     def note(groups: Sequence[Any], engine: int) -> list[Record]:
         mine.events.append("handed over")
         return cut(groups, engine)
 
-    monkeypatch.setattr(mine.cutter.cutter, "cut", note)
+    monkeypatch.setattr(mine.converter.converter, "cut", note)
     pages.write([record()], [SLOW])
     mine.go_on()
     assert mine.events == ["noted", "handed over", "handed over"]
@@ -192,8 +192,8 @@ def test_at_the_end_all_is_read_whatever_the_rate(read: Callable[..., Reading]) 
     mine = read(pages)
     mine.go_on()
     mine.reading.finish(mine.totals)
-    assert len(mine.cutter.sent()) == 3 * 650
-    assert (mine.counted[MISSED], mine.cutter.lost) == (0, {})
+    assert len(mine.converter.sent()) == 3 * 650
+    assert (mine.counted[MISSED], mine.converter.lost) == (0, {})
 
 
 def test_at_the_end_a_full_queue_is_waited_for_a_little(
@@ -211,8 +211,8 @@ def test_at_the_end_a_full_queue_is_waited_for_a_little(
     pages.write(*[[SLOW]] * 300)
     mine.reading.finish(mine.totals)
     assert mine.now == 100 + span_reading.LAST_S
-    assert mine.cutter.lost == {}, "what has no place is left in the page"
-    assert 100 - GROUP_AT_MOST < mine.cutter.cutter.queued <= 100
+    assert mine.converter.lost == {}, "what has no place is left in the page"
+    assert 100 - GROUP_AT_MOST < mine.converter.converter.queued <= 100
     hanging.may_go.set()
 
 
@@ -224,8 +224,8 @@ def test_a_queue_that_is_smaller_than_a_group_takes_what_fits(
     pages.write([record()] * 4, [record()] * 11, [record()] * 5)
     mine = read(pages)
     mine.reading.finish(mine.totals)
-    assert len(mine.cutter.sent()) == 9
-    assert mine.cutter.lost == {"queue": 11}
+    assert len(mine.converter.sent()) == 9
+    assert mine.converter.lost == {"queue": 11}
 
 
 @given(st.lists(st.lists(st.integers(), max_size=5), max_size=5))

@@ -32,7 +32,7 @@ from tests.support import watched
 from tests.support.contexts import no_otel_variables
 from tests.support.exporting import Page, end, eventually, has_ended, state_of, writing
 from tests.support.page_files import FOLDER
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 from tests.support.written import Pages
 
 pytestmark = pytest.mark.timeout(300)
@@ -150,7 +150,7 @@ def test_the_connector_of_the_scheduler_has_one(
     option: dict[str, Any], begun: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starter, "AUTO_AFTER_S", 0.3)
-    made = engine_config(transfer_config("kvobs", [child_config(Script("a"))], option))
+    made = engine_config(transfer_config("kvobs", [entry_for(Script("a"))], option))
     connector = kvobs.MultiConnector(made, KVConnectorRole.SCHEDULER, cache_config())
     expected = {"port": 9464} | (option.get("exporter") or {})
     if option == {"exporter": None}:
@@ -330,7 +330,7 @@ def test_a_killed_exporter_comes_back_and_ends_with_the_engine(
         assert "kvobs's exporter has exited and is being restarted. No count is lost" in caplog.text
         with open(f"/proc/{second}/stat") as file:
             parent, _, session = file.read().rpartition(")")[2].split()[1:4]
-        assert os.getpid() not in (int(parent), int(session)), "no child, and not in its session"
+        assert os.getpid() not in (int(parent), int(session)), "no connector, and not in its session"
         running.close()
         page.get()
         end(engine.pid, signal.SIGTERM)

@@ -9,18 +9,18 @@ import pytest
 from kvobs.export import summary
 from kvobs.export.summary import DEFAULT_S, Summary, interval_s, summarize
 from kvobs.schema import signals
-from kvobs.schema.signals import place, slot
+from kvobs.schema.signals import slot, word
 from tests.support.written import CONNECTORS, Pages
 
 MS = 10**6
 
 
-def counted(child: int, signal: Any, *values: str) -> int:
-    return place(child, slot(signal, *values))
+def counted(index: int, signal: Any, *values: str) -> int:
+    return word(index, slot(signal, *values))
 
 
-def observe(pages: Pages, child: int, signal: Any, ns: int, *values: str) -> None:
-    first = counted(child, signal, *values)
+def observe(pages: Pages, index: int, signal: Any, ns: int, *values: str) -> None:
+    first = counted(index, signal, *values)
     pages.add(first + signal.bucket(ns))
     pages.add(first + signal.sum_offset, ns)
 

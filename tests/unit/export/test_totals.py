@@ -24,7 +24,7 @@ from kvobs.page.description import ConnectorInfo, End
 from kvobs.page.layout import HEAD, MAGIC, VERSION
 from kvobs.page.reader import Call
 from kvobs.schema import signals, spans
-from kvobs.schema.signals import LOAD_DURATION, SIGNALS, Kind, Scope, Signal, labelnames, place, slot
+from kvobs.schema.signals import LOAD_DURATION, SIGNALS, Kind, Scope, Signal, labelnames, slot, word
 from tests.support.contexts import record
 from tests.support.watched import process
 from tests.support.written import CONNECTORS, Numbers, Pages, numbers, stopped_clock
@@ -45,8 +45,8 @@ def value(totals: Totals, signal: Signal, *labels: str) -> float | None:
 
 def test_each_metric_has_its_labels_and_its_place() -> None:
     pages = Pages(None, 0)
-    pages.add(place(0, HIT), 2)
-    pages.add(place(1, HIT), 3, writer=1)
+    pages.add(word(0, HIT), 2)
+    pages.add(word(1, HIT), 3, writer=1)
     pages.add(slot(signals.GC_PAUSES, "worker"), 5 * 10**8, writer=1)
     totals = pages.totals()
     assert value(totals, signals.LOOKUPS, "one", "hit") == 2
@@ -79,7 +79,7 @@ def test_open_series_have_their_labels() -> None:
 
 
 def test_a_gauge_has_its_last_value_and_an_age_grows_until_there_is_none() -> None:
-    load, oldest = (place(0, slot(signal, "load")) for signal in (signals.IN_FLIGHT, signals.OLDEST_IN_FLIGHT))
+    load, oldest = (word(0, slot(signal, "load")) for signal in (signals.IN_FLIGHT, signals.OLDEST_IN_FLIGHT))
     pages = Pages(None, 0)
     page, totals = pages.writers[0], pages.totals()
     assert points(totals, signals.IN_FLIGHT) == [], "a gauge that was never set is none"
@@ -97,7 +97,7 @@ def test_a_gauge_has_its_last_value_and_an_age_grows_until_there_is_none() -> No
 def test_an_age_begins_again_after_a_process_of_the_engine_was_stopped(halted_s: int, age_s: int) -> None:
     watch: Any = SimpleNamespace(calls=list, end=None, previous=None, halted_ns=halted_s * 10**9)
     pages = Pages()
-    pages.writers[0].set_gauge(place(0, slot(signals.OLDEST_IN_FLIGHT, "load")), 5 * 10**9)
+    pages.writers[0].set_gauge(word(0, slot(signals.OLDEST_IN_FLIGHT, "load")), 5 * 10**9)
     with stopped_clock(66 * 10**9):
         assert value(pages.totals(watch=watch), signals.OLDEST_IN_FLIGHT, "one", "load") == pytest.approx(age_s)
 
@@ -106,7 +106,7 @@ def test_an_age_begins_again_after_a_process_of_the_engine_was_stopped(halted_s:
 def test_numbers_are_right_and_ages_grow_while_the_engine_hangs(fault: str) -> None:
     """Also of the call before the one that hangs, and without a turn of its GIL."""
     pages = Pages(0, connectors=(ConnectorInfo("cpu"), ConnectorInfo("remote")))
-    pages.writers[0].set_gauge(place(1, slot(signals.OLDEST_IN_FLIGHT, "load")), perf_counter_ns() - 7 * 10**9)
+    pages.writers[0].set_gauge(word(1, slot(signals.OLDEST_IN_FLIGHT, "load")), perf_counter_ns() - 7 * 10**9)
     with process(pages.engine_id, None, fault):
         engine = pages.engine()
         totals = Totals(engine, EngineWatch(engine))
@@ -131,7 +131,7 @@ def test_a_span_marks_the_bucket_of_its_duration() -> None:
     load = record(name="kv.load", observed_ns=TWO_MS, attributes=attributes)
     totals.mark(load, 12.0)
     assert points(totals, signals.LOAD_DURATION) == [], "an exemplar alone is no series"
-    first = place(0, slot(signals.LOAD_DURATION, "async"))
+    first = word(0, slot(signals.LOAD_DURATION, "async"))
     bucket = signals.LOAD_DURATION.bucket(TWO_MS)
     pages.add(first + bucket, 1)
     pages.add(first + signals.LOAD_DURATION.sum_offset, TWO_MS)
@@ -240,10 +240,10 @@ def test_a_scrape_has_the_sums_of_all_processes(parts: list[Numbers]) -> None:
         part.add_to(page)
     totals = pages.totals()
     found, counts = samples(totals), totals.engine.counts()
-    for scope in (Scope.PROCESS, Scope.CHILD):
-        for child, name in enumerate(CONNECTORS if scope is Scope.CHILD else ("",)):
+    for scope in (Scope.PROCESS, Scope.CONNECTOR):
+        for index, name in enumerate(CONNECTORS if scope is Scope.CONNECTOR else ("",)):
             for series in signals.SERIES[scope]:
-                signal, at = series.signal, place(child, series.first) if name else series.first
+                signal, at = series.signal, word(index, series.first) if name else series.first
                 values = counts[at : at + series.width]
                 if signal.kind is Kind.GAUGE or not any(values):
                     continue
@@ -264,15 +264,15 @@ def test_a_scrape_has_the_sums_of_all_processes(parts: list[Numbers]) -> None:
                 )
                 assert [n for _, n in buckets] == pytest.approx([sum(values[: i + 1]) for i in range(len(buckets))])
     rows = {(s.name, *p.labels[2:]): p.value / s.unit for s, ps in totals.series() if s.is_open for p in ps if ps}
-    for (signal, child, texts), n in totals.engine.rows().items():
-        assert rows[signal.name, CONNECTORS[child], *texts] == pytest.approx(n)
+    for (signal, index, texts), n in totals.engine.rows().items():
+        assert rows[signal.name, CONNECTORS[index], *texts] == pytest.approx(n)
 
 
 def test_the_series_of_several_engines_are_in_one_text_and_not_mixed() -> None:
     first = Pages(None, 0)
     second = Pages(None, of=first, index=1)
-    first.add(place(0, HIT), 3, writer=1)
-    second.add(place(0, HIT), 4)
+    first.add(word(0, HIT), 3, writer=1)
+    second.add(word(0, HIT), 4)
     found = samples(first.totals(), second.totals())
     of_hits = {dict(labels)["engine"]: n for (name, labels), n in found.items() if name == "kvobs_lookups_total"}
     assert of_hits == {"0": 3, "1": 4}
@@ -285,7 +285,7 @@ def test_no_number_of_a_scrape_falls_while_processes_come_and_go() -> None:
         pages.begin(0)
         totals.engine.find()
         for writer in range(len(pages.writers)):
-            pages.add(place(0, HIT), 1, writer=writer)
+            pages.add(word(0, HIT), 1, writer=writer)
         if i % 2:
             pages.writers[-1].close()
         seen.append(value(totals, signals.LOOKUPS, "one", "hit") or 0)
@@ -296,7 +296,7 @@ def test_no_number_of_a_scrape_falls_while_processes_come_and_go() -> None:
 def loaded() -> tuple[Pages, Totals]:
     pages = Pages()
     totals = pages.totals()
-    first = place(0, slot(LOAD_DURATION, "async"))
+    first = word(0, slot(LOAD_DURATION, "async"))
     pages.add(first + LOAD_DURATION.bucket(TWO_MS), 3)
     pages.add(first + LOAD_DURATION.sum_offset, 3 * TWO_MS)
     attributes: dict[str, spans.Value] = {spans.CONNECTOR: "one", spans.MODE: "async"}
@@ -347,15 +347,15 @@ def test_scrapes_at_the_same_time_get_the_same_text() -> None:
     now, (pages, totals), refreshed = 0.0, loaded(), list[float]()
     page = Exposition(lambda: [totals], lambda: refreshed.append(now), lambda: now)
     before = page.text("")
-    pages.add(place(1, HIT), 1)
+    pages.add(word(1, HIT), 1)
     assert page.text("") == before
     assert page.text(OPENMETRICS) != before
     assert page.text("text/plain; version=x")[0] == before[0], "as without a wish"
-    pages.add(place(1, HIT), 1)
+    pages.add(word(1, HIT), 1)
     now += FRESH_S
     again = page.text("")
     assert again != before
-    pages.add(place(1, HIT), 1)
+    pages.add(word(1, HIT), 1)
     page.forget()
     assert page.text("") != again
     assert refreshed == [0.0] * 3 + [FRESH_S] * 2

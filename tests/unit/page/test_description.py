@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs.page.description import FIELDS, ConnectorInfo, End, EngineInfo, Identity, ProcessInfo, place_of
+from kvobs.page.description import FIELDS, ConnectorInfo, End, EngineInfo, Identity, ProcessInfo, process_name
 from kvobs.page.writer import describe, plain
 from tests.support.watched import config
 
@@ -99,5 +99,5 @@ def test_the_processes_of_an_engine_have_one_identity_and_others_another() -> No
     instance = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="e"), instance_id="two")
     assert Identity.of(instance).server != same[0].server
     assert same[0].digest(b"pages") != same[0].digest(b"other"), "one does not reveal the other"
-    assert (place_of(None), place_of(3)) == ("scheduler", "rank 3")
+    assert (process_name(None), process_name(3)) == ("scheduler", "rank 3")
     assert Identity.of(SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=None), instance_id="")).number == 0

@@ -32,8 +32,8 @@ def parts(at: Layout) -> Iterator[range]:
     yield from (range(word, word + 1) for word in range(RAISED_CLASS))
     yield range(RAISED_CLASS, RAISED_CLASS + NAME // WORD)
     yield from (range(at.fan_outs(hook), at.fan_outs(hook) + 2) for hook in LAYER_HOOKS)
-    for child in range(at.connectors):
-        yield from (range(at.marks(child, hook), at.marks(child, hook) + 2) for hook in HOOKS)
+    for connector in range(at.connectors):
+        yield from (range(at.marks(connector, hook), at.marks(connector, hook) + 2) for hook in HOOKS)
     yield range(at.counts, at.counts + at.slots)
     yield range(at.rows, at.rows + at.row_count * ROW)
     for ring, size in enumerate(SPAN_BYTES):
@@ -49,7 +49,7 @@ def test_the_parts_of_a_page_follow_each_other(connectors: int, calls: int) -> N
         assert part.start == end
         end = part.stop
     assert (end, len(range(at.ring, at.words))) == (at.words, 3 * calls)
-    assert at.row_count - ROWS == connectors * len(signals.OPEN_COUNTERS), "a row for further values of each"
+    assert at.row_count - ROWS == connectors * len(signals.DYNAMIC_COUNTERS), "a row for further values of each"
     assert (RAISED_CLASS + NAME // WORD, FAN_OUTS + 2 * len(LAYER_HOOKS)) == (FAN_OUTS, MARKS)
 
 

@@ -13,7 +13,7 @@ from kvobs.page.rows import Key, Rows, read
 from kvobs.schema.signals import (
     CALL_ERRORS,
     CORRUPT_BLOCKS,
-    OPEN_COUNTERS,
+    DYNAMIC_COUNTERS,
     OTHER_VALUE,
     PEER_LOADS,
     SERIES_AT_MOST,
@@ -45,7 +45,7 @@ class Both:
 
 values = st.text(max_size=8)
 added = st.tuples(
-    st.sampled_from(OPEN_COUNTERS),
+    st.sampled_from(DYNAMIC_COUNTERS),
     st.integers(0, CONNECTORS - 1),
     st.lists(values, min_size=3, max_size=3),
     st.integers(1, 9),
@@ -58,11 +58,11 @@ added = st.tuples(
 @example([(CALL_ERRORS, 1, ["Ключ", "错误\udcff", ""], 1)])
 def test_what_is_added_is_read(events: list[tuple[object, int, list[str], int]]) -> None:
     both, expected = Both(), dict[Key, int]()
-    for signal, child, texts, n in events:
+    for signal, index, texts, n in events:
         labels = tuple(texts[: len(signal.labels)])  # type: ignore[attr-defined]
-        both.add(signal, child, labels, n)  # type: ignore[arg-type]
+        both.add(signal, index, labels, n)  # type: ignore[arg-type]
         shown = tuple(text.replace("\0", "").encode(errors="replace").decode() for text in labels)
-        key: Key = signal, child, shown  # type: ignore[assignment]
+        key: Key = signal, index, shown  # type: ignore[assignment]
         expected[key] = expected.get(key, 0) + n
     assert both.read() == expected
 
@@ -97,16 +97,16 @@ def test_a_signals_series_of_a_connector_are_bounded() -> None:
 def test_a_full_table_has_a_row_for_further_values_of_each_signal_and_connector() -> None:
     both, n = Both(), 0
     for signal in (PEER_LOADS, CALL_ERRORS, CORRUPT_BLOCKS):
-        for child in range(CONNECTORS):
+        for index in range(CONNECTORS):
             for i in range(SERIES_AT_MOST):
-                both.add(signal, child, (f"v{i}",) * len(signal.labels), 1)
+                both.add(signal, index, (f"v{i}",) * len(signal.labels), 1)
                 n += 1
-    for child in range(CONNECTORS):
-        both.add(SLOWEST_RANK, child, ("7",), child + 1)
+    for index in range(CONNECTORS):
+        both.add(SLOWEST_RANK, index, ("7",), index + 1)
     found = both.read()
     assert n > ROWS
     assert sum(found.values()) == n + 3, "none is lost"
-    assert [found[SLOWEST_RANK, child, (OTHER_VALUE,)] for child in range(CONNECTORS)] == [1, 2]
+    assert [found[SLOWEST_RANK, index, (OTHER_VALUE,)] for index in range(CONNECTORS)] == [1, 2]
     assert len(both.rows._at) < n, "values that go to _OTHER take no memory"
 
 

@@ -169,9 +169,9 @@ def test_another_process_reads_while_the_writer_writes(size: int, waits: bool) -
             while waits and mine.words[RING_HEAD] - place[0] > size // 2:
                 time.sleep(0)
         os._exit(0)
-    reader, read, expected, is_over = mine.reader(), 0, 0, False
-    while not is_over:
-        is_over = os.waitpid(writer, os.WNOHANG)[0] == writer  # then it is read once more
+    reader, read, expected, is_settled = mine.reader(), 0, 0, False
+    while not is_settled:
+        is_settled = os.waitpid(writer, os.WNOHANG)[0] == writer  # then it is read once more
         for group in reader.read():
             place[0] = reader.position[0]
             for each in group:

@@ -98,9 +98,9 @@ def test_engines_of_a_group_are_one_start_and_several_pages() -> None:
 
 def test_an_exception_of_an_isolated_connector_or_of_a_reset_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     mine = begin(rank=0, contained={REMOTE})
-    for child, hook, error in ((REMOTE, "wait_for_save", OSError()), (0, "reset_cache", OSError()),
+    for index, hook, error in ((REMOTE, "wait_for_save", OSError()), (0, "reset_cache", OSError()),
                                (0, "wait_for_save", SystemExit())):  # fmt: skip
-        mine.raised(child, hook, error)
+        mine.raised(index, hook, error)
         assert read()[0].raised() is None
     assert "ends the engine" not in caplog.text
     mine.raised(0, "start_load_kv", CancelledError())
@@ -114,7 +114,7 @@ def test_an_exception_of_an_isolated_connector_or_of_a_reset_ends_nothing(caplog
     assert "connector 'cpu' raised OSError in wait_for_save on rank 0; this crashes the engine" in caplog.text
 
 
-def raising(recorder: Recorder, child: int, error: Exception) -> None:
+def raising(recorder: Recorder, index: int, error: Exception) -> None:
     """Raise the error in a call into a connector, which has handled another one before."""
 
     def call() -> None:
@@ -123,7 +123,7 @@ def raising(recorder: Recorder, child: int, error: Exception) -> None:
         except KeyError:
             raise error  # noqa: B904 - as connectors do
 
-    recorder.timed(child, "wait_for_save", call)()
+    recorder.timed(index, "wait_for_save", call)()
 
 
 @pytest.mark.parametrize("is_ours", [True, False])

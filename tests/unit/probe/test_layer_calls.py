@@ -1,4 +1,4 @@
-"""The layer hooks reach every child with the host's arguments; their time is cut between the children exactly."""
+"""The layer hooks reach every connector with the host's arguments; their time is cut between the connectors exactly."""
 
 import inspect
 import threading
@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvobs import faults
 from kvobs.clock import WALL_OFFSET
-from kvobs.connectors.child import Child
+from kvobs.connectors.sub_connector import SubConnector
 from kvobs.page import calls
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCall, LayerCalls, Stalls
 from kvobs.probe.recorder import NEVER, SUM, CallEvent
@@ -32,25 +32,25 @@ each_hook = pytest.mark.parametrize("hook", sorted(CALLS))
 
 
 class Fan:
-    """A fan-out over children whose calls take the time that a test says, by a clock of its own."""
+    """A fan-out over connectors whose calls take the time that a test says, by a clock of its own."""
 
-    def __init__(self, kind: Kind, hook: str, children: int, slow_ns: int = NEVER, tracer: Any = None) -> None:
+    def __init__(self, kind: Kind, hook: str, built: int, slow_ns: int = NEVER, tracer: Any = None) -> None:
         self.now = 10**15
         self.takes: list[int] = []
         self.calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
         self.raises: dict[int, BaseException] = {}
-        self.recorder = recorder_of(kind, children, slow_ns, listener=tracer, clock=lambda: self.now)
-        connectors = [SimpleNamespace(**{hook: self._hook(i)}) for i in range(children)]
-        made = [Child(i, f"c{i}", c, self.recorder) for i, c in enumerate(connectors)]
-        self.layers = LayerCalls(hook, [child.layer_target(hook) for child in made], self.recorder)
+        self.recorder = recorder_of(kind, built, slow_ns, listener=tracer, clock=lambda: self.now)
+        connectors = [SimpleNamespace(**{hook: self._hook(i)}) for i in range(built)]
+        made = [SubConnector(i, f"c{i}", c, self.recorder) for i, c in enumerate(connectors)]
+        self.layers = LayerCalls(hook, [connector.layer_target(hook) for connector in made], self.recorder)
         self.args = CALLS[hook][0][0]
 
-    def _hook(self, child: int) -> Any:
+    def _hook(self, index: int) -> Any:
         def call(*args: Any, **kwargs: Any) -> None:
-            self.calls.append((child, args, kwargs))
+            self.calls.append((index, args, kwargs))
             self.now += self.takes.pop(0) if self.takes else 1
-            if child in self.raises:
-                raise self.raises[child]
+            if index in self.raises:
+                raise self.raises[index]
 
         return call
 
@@ -58,8 +58,8 @@ class Fan:
         self.takes = list(takes)
         self.layers.fan_out(*self.args)
 
-    def histogram(self, child: int) -> list[int]:
-        first = self.recorder.calls(child, self.layers.hook)
+    def histogram(self, index: int) -> list[int]:
+        first = self.recorder.calls(index, self.layers.hook)
         return self.recorder.words[first : first + SUM + 1].tolist()
 
 
@@ -72,15 +72,15 @@ def test_the_table_has_the_layer_hooks_as_vllm_declares_them() -> None:
 
 @each_probe
 @each_hook
-@pytest.mark.parametrize("children", [0, 1, 2, 5])
-def test_every_child_is_called_with_the_hosts_arguments(kind: Kind, hook: str, children: int) -> None:
-    fan = Fan(kind, hook, children)
+@pytest.mark.parametrize("connectors", [0, 1, 2, 5])
+def test_every_connector_is_called_with_the_hosts_arguments(kind: Kind, hook: str, connectors: int) -> None:
+    fan = Fan(kind, hook, connectors)
     for args, kwargs in CALLS[hook]:
         fan.calls.clear()
         assert fan.layers.fan_out(*args, **kwargs) is None
-        assert fan.calls == [(i, args, kwargs) for i in range(children)]
+        assert fan.calls == [(i, args, kwargs) for i in range(connectors)]
     fan.layers.close_step()
-    assert [sum(fan.histogram(i)[:SUM]) for i in range(children)] == [len(CALLS[hook])] * children
+    assert [sum(fan.histogram(i)[:SUM]) for i in range(connectors)] == [len(CALLS[hook])] * connectors
 
 
 steps = st.lists(
@@ -90,8 +90,8 @@ steps = st.lists(
 
 @each_probe
 @given(st.sampled_from(sorted(CALLS)), steps)
-def test_time_is_cut_by_child_and_step_exactly(kind: Kind, hook: str, plan: list[list[list[int]]]) -> None:
-    """The plan: by step, by layer, what each child takes."""
+def test_time_is_cut_by_connector_and_step_exactly(kind: Kind, hook: str, plan: list[list[list[int]]]) -> None:
+    """The plan: by step, by layer, what each connector takes."""
     fan = Fan(kind, hook, 3)
     for layers in plan:
         for takes in layers:
@@ -99,15 +99,15 @@ def test_time_is_cut_by_child_and_step_exactly(kind: Kind, hook: str, plan: list
         assert fan.layers.close_step() == ([*map(sum, zip(*layers, strict=True))] or [0, 0, 0])
         assert fan.layers.last_ns == (fan.now + WALL_OFFSET if layers else 0)
     every = [takes for layers in plan for takes in layers]
-    for child in range(3):
-        took = [takes[child] for takes in every]
+    for index in range(3):
+        took = [takes[index] for takes in every]
         buckets = [sum(CALL_DURATION.bucket(ns) == i for ns in took) for i in range(SUM)]
-        assert fan.histogram(child) == [*buckets, sum(took)]
+        assert fan.histogram(index) == [*buckets, sum(took)]
 
 
 @each_probe
 @each_hook
-def test_a_step_leaves_one_record_of_each_child_in_the_ring(kind: Kind, hook: str) -> None:
+def test_a_step_leaves_one_record_of_each_connector_in_the_ring(kind: Kind, hook: str) -> None:
     fan = Fan(kind, hook, 2)
     fan(3, 4)
     fan(10**9, 5)  # a long one
@@ -132,10 +132,10 @@ def test_two_threads_lose_nothing_and_mix_nothing_up(kind: Kind) -> None:
         thread.join()
     whole = time.perf_counter_ns() - begin
     took = layers.close_step()
-    for child in range(2):
-        first = recorder.calls(child, hook)
+    for index in range(2):
+        first = recorder.calls(index, hook)
         assert sum(recorder.words[first : first + SUM]) == 40_000
-        assert 0 < recorder.words[first + SUM] == took[child] < 2 * whole
+        assert 0 < recorder.words[first + SUM] == took[index] < 2 * whole
 
 
 @each_probe
@@ -147,7 +147,7 @@ def test_an_error_ends_fan_out_and_is_counted(kind: Kind, hook: str, error: Base
     with pytest.raises(type(error)) as raised:
         fan(5, 7, 9)
     assert raised.value is error
-    assert [child for child, *_ in fan.calls] == [0, 1]
+    assert [index for index, *_ in fan.calls] == [0, 1]
     fan.raises.clear()
     fan(1, 1, 1)
     fan.layers.close_step()
@@ -191,22 +191,22 @@ traced_steps = st.lists(
 @each_probe
 @given(st.sampled_from(sorted(CALLS)), traced_steps, st.booleans())
 def test_tracer_gets_slow_layers_and_sums(kind: Kind, hook: str, plan: list[list[list[int]]], traces_all: bool) -> None:
-    """The plan: by step, by layer, what each child takes."""
+    """The plan: by step, by layer, what each connector takes."""
     tracer = Noting(traces_all)
     expected: list[CallEvent] = []
     fan = Fan(kind, hook, 2, SLOW_NS, tracer)
     for layers in plan:
         step_began = fan.now
         for layer, takes in enumerate(layers):
-            for child, took in enumerate(takes):
+            for index, took in enumerate(takes):
                 if took > SLOW_NS:
-                    start = fan.now + sum(takes[:child]) + WALL_OFFSET
-                    expected.append(CallEvent(child, hook, start, took, True, more={"kv_transfer.layer": layer}))
+                    start = fan.now + sum(takes[:index]) + WALL_OFFSET
+                    expected.append(CallEvent(index, hook, start, took, True, more={"kv_transfer.layer": layer}))
             fan(*takes)
-        for child in range(2 if traces_all else 0):
-            each = [takes[child] for takes in layers]
-            first = step_began + (layers[0][0] if child else 0)
-            last = fan.now - (0 if child else layers[-1][1])
+        for index in range(2 if traces_all else 0):
+            each = [takes[index] for takes in layers]
+            first = step_began + (layers[0][0] if index else 0)
+            last = fan.now - (0 if index else layers[-1][1])
             summary = {
                 "kv_transfer.layers": len(layers),
                 "kv_transfer.layers_duration": sum(each) / 1e9,
@@ -214,7 +214,7 @@ def test_tracer_gets_slow_layers_and_sums(kind: Kind, hook: str, plan: list[list
                 "kv_transfer.slowest_layer_duration": max(each) / 1e9,
             }
             expected.append(
-                CallEvent(child, hook, first + WALL_OFFSET, last - first, False, more=summary, is_many=True)
+                CallEvent(index, hook, first + WALL_OFFSET, last - first, False, more=summary, is_many=True)
             )
         fan.layers.close_step()
     assert sorted(tracer.noticed, key=repr) == sorted(expected, key=repr)
@@ -241,15 +241,15 @@ def test_the_tracer_gets_a_call_that_failed_at_once(kind: Kind, hook: str) -> No
 
 
 class Waits:
-    """Stalls of children whose calls take the time that a test says; some have no layer hooks."""
+    """Stalls of connectors whose calls take the time that a test says; some have no layer hooks."""
 
     def __init__(self, kind: Kind, *has_layers: bool) -> None:
         self.now = 0
         self.takes: list[int] = []
         self.recorder = recorder_of(kind, len(has_layers), clock=lambda: self.now)
         hooks = [dict.fromkeys(CALLS, self._take if has else Quiet().hook) for has in has_layers]
-        children = [Child(i, f"c{i}", SimpleNamespace(**of), self.recorder) for i, of in enumerate(hooks)]
-        targets = {hook: [c.layer_target(hook) for c in children if hook in c.implemented] for hook in CALLS}
+        connectors = [SubConnector(i, f"c{i}", SimpleNamespace(**of), self.recorder) for i, of in enumerate(hooks)]
+        targets = {hook: [c.layer_target(hook) for c in connectors if hook in c.implemented] for hook in CALLS}
         self.stalls = Stalls(targets, self.recorder)
         self.calls = self.stalls.fan_outs
 
@@ -261,14 +261,14 @@ class Waits:
         self.calls[hook](*CALLS[hook][0][0])
 
     def observed(self) -> dict[tuple[int, str], tuple[int, int]]:
-        """Return (child, metric) -> how many observations, their sum in ns."""
+        """Return (connector, metric) -> how many observations, their sum in ns."""
         found: dict[tuple[int, str], tuple[int, int]] = {}
         for place, n in taken(self.recorder).counts.items():
-            series, offset, child = locate(place)
+            series, offset, index = locate(place)
             if series.signal in (signals.LOAD_STALL, signals.SAVE_STALL):
-                count, total = found.get((child, series.signal.name), (0, 0))
+                count, total = found.get((index, series.signal.name), (0, 0))
                 is_sum = offset == series.width - 1
-                found[child, series.signal.name] = (count, total + n) if is_sum else (count + n, total)
+                found[index, series.signal.name] = (count, total + n) if is_sum else (count + n, total)
         return found
 
 
@@ -310,13 +310,13 @@ def test_a_steps_wait_sums_its_layers_and_hooks(kind: Kind, has_layers: tuple[bo
             is_waited_for = step["has_forward"] and (hooks is SAVE or step["has_sync_loads"])
             for takes in layers:
                 waits.layer(hooks[0], *(took for took, has in zip(takes, has_layers, strict=True) if has))
-            for child, has in enumerate(has_layers):
-                waits.recorder.words[waits.recorder.calls(child, hooks[1]) + SUM] += once + child
-                spent = sum(takes[child] for takes in layers) if has else 0
+            for index, has in enumerate(has_layers):
+                waits.recorder.words[waits.recorder.calls(index, hooks[1]) + SUM] += once + index
+                spent = sum(takes[index] for takes in layers) if has else 0
                 if hooks is LOAD and step["has_sync_loads"]:
-                    loads[child] = spent + once + child
-                if total := spent + (once + child if is_waited_for else 0):
-                    expected.setdefault((child, METRICS[hooks]), []).append(total)
+                    loads[index] = spent + once + index
+                if total := spent + (once + index if is_waited_for else 0):
+                    expected.setdefault((index, METRICS[hooks]), []).append(total)
         assert waits.stalls.close_step(**{key: step[key] for key in ("has_forward", "has_sync_loads")}) == loads
         for _ in range(step["flush"]):
             add(found, waits.observed())

@@ -22,8 +22,8 @@ from tests.support.numbers import numbers
 from tests.support.pending import Signalled, in_collections
 
 HOOK = "wait_for_save"
-SLOW = signals.place(0, slot(signals.SLOW_CALLS, HOOK))
-TOOK = signals.place(0, slot(signals.CALL_DURATION, HOOK)) + signals.CALL_DURATION.sum_offset
+SLOW = signals.word(0, slot(signals.SLOW_CALLS, HOOK))
+TOOK = signals.word(0, slot(signals.CALL_DURATION, HOOK)) + signals.CALL_DURATION.sum_offset
 
 
 @given(

@@ -69,10 +69,10 @@ class Engine:
 
     def run(self, what: str, hook: str = "", *more: Any) -> None:
         if what == "call":
-            child, ns, way = more
+            index, ns, way = more
             self.acts = [(ns, way)]
             with suppress(OSError, KeyboardInterrupt):
-                self.story.append(self.calls[hook, child]("r", key=ns))
+                self.story.append(self.calls[hook, index]("r", key=ns))
         elif what == "layers":
             self.acts, has_keywords = list(more[0]), more[1]
             with suppress(OSError, KeyboardInterrupt):

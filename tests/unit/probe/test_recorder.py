@@ -17,7 +17,7 @@ from kvobs.probe import native, recorder
 from kvobs.probe.pure import PureProbe
 from kvobs.probe.recorder import ERROR_TYPES_AT_MOST, NEVER, SUM, CallEvent, Recorder, cost_of_recording
 from kvobs.schema import signals
-from kvobs.schema.signals import CALL_DURATION, CHILD_WIDTH, OTHER_VALUE, PROCESS_WIDTH, Scope, Signal, locate, slot
+from kvobs.schema.signals import CALL_DURATION, CONNECTOR_WIDTH, OTHER_VALUE, PROCESS_WIDTH, Scope, Signal, locate, slot
 from tests.support.contexts import Noting
 from tests.support.numbers import numbers
 from tests.support.probes import PROBES, Kind, each_probe, recorder_of
@@ -36,12 +36,12 @@ class Clock:
 
 
 def series(counts: dict[int, int]) -> dict[tuple[int, str, tuple[str, ...]], dict[int, int]]:
-    """Return (child, metric, label values) -> which of its slots -> number, kvobs's own cost left out."""
+    """Return (connector, metric, label values) -> which of its slots -> number, kvobs's own cost left out."""
     found: dict[Any, dict[int, int]] = {}
     for place, n in counts.items():
-        of, offset, child = locate(place)
-        if of.signal is not signals.SELF_SECONDS:
-            found.setdefault((child, of.signal.name, of.values), {})[offset] = n
+        of, offset, index = locate(place)
+        if of.signal is not signals.OVERHEAD_SECONDS:
+            found.setdefault((index, of.signal.name, of.values), {})[offset] = n
     return found
 
 
@@ -142,7 +142,9 @@ def test_two_threads_lose_nothing(kind: Kind) -> None:
 def test_errors_of_two_threads_are_counted_once() -> None:
     mine, counted = Recorder(1), 0
     labels = signals.CALL_ERRORS, HOOK, "OSError"
-    threads = [threading.Thread(target=lambda: [mine.count_open(0, *labels) for _ in range(50_000)]) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: [mine.count_dynamic(0, *labels) for _ in range(50_000)]) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
@@ -151,7 +153,7 @@ def test_errors_of_two_threads_are_counted_once() -> None:
     assert numbers(mine).opened == [["kvobs_call_errors_total", 0, HOOK, "OSError", 100_000]]
 
 
-counted = st.tuples(st.integers(0, 2), st.integers(0, CHILD_WIDTH - 1), st.integers(0, 1000))
+counted = st.tuples(st.integers(0, 2), st.integers(0, CONNECTOR_WIDTH - 1), st.integers(0, 1000))
 
 
 @each_probe
@@ -159,16 +161,16 @@ counted = st.tuples(st.integers(0, 2), st.integers(0, CHILD_WIDTH - 1), st.integ
 def test_counts_add_up(kind: Kind, events: list[tuple[int, int, int]]) -> None:
     mine = recorder_of(kind, 3)
     expected: dict[int, int] = {}
-    for child, own, n in events:
-        mine.count(child, own, n)
-        place = PROCESS_WIDTH + child * CHILD_WIDTH + own
+    for index, own, n in events:
+        mine.count(index, own, n)
+        place = PROCESS_WIDTH + index * CONNECTOR_WIDTH + own
         expected[place] = expected.get(place, 0) + n
         assert mine.words[mine.page.layout.counts + place] == expected[place], "at once"
     found = numbers(mine)
     assert found.counts | {at: n + 1 for at, n in found.gauges.items()} == {at: n for at, n in expected.items() if n}
 
 
-histograms = st.sampled_from([s for s in signals.SIGNALS if s.bounds and s.scope is Scope.CHILD])
+histograms = st.sampled_from([s for s in signals.SIGNALS if s.bounds and s.scope is Scope.CONNECTOR])
 
 
 @given(histograms, st.integers(-5, 2**40))
@@ -184,13 +186,13 @@ def test_an_observation_falls_into_its_bucket_and_never_counts_less_than_nothing
 
 def test_a_gauge_that_was_set_may_be_nothing_and_one_that_was_not_is_none() -> None:
     mine = Recorder(2)
-    of_child, of_process = slot(signals.IN_FLIGHT, "load"), slot(signals.LOCAL_CACHE_TOKENS)
+    of_connector, of_process = slot(signals.IN_FLIGHT, "load"), slot(signals.LOCAL_CACHE_TOKENS)
     assert numbers(mine).gauges == {}
     mine.set_gauge(None, of_process, 5)
-    mine.set_gauge(1, of_child, 3)
-    place = PROCESS_WIDTH + CHILD_WIDTH + of_child
+    mine.set_gauge(1, of_connector, 3)
+    place = PROCESS_WIDTH + CONNECTOR_WIDTH + of_connector
     assert numbers(mine).gauges == {of_process: 5, place: 3}
-    mine.set_gauge(1, of_child, 0)
+    mine.set_gauge(1, of_connector, 0)
     assert numbers(mine).gauges == {of_process: 5, place: 0}
 
 
@@ -216,13 +218,13 @@ def test_cost_of_recording_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_tracer_gets_slow_failed_or_all(
     kind: Kind, spent: int, slow_ns: int, fails: bool, traces_all: bool
 ) -> None:
-    def child(subject: str) -> None:
+    def traced(subject: str) -> None:
         if fails:
             raise LookupError(subject)
 
     tracer: Any = Noting(traces_all)
     mine = recorder_of(kind, 2, slow_ns, listener=tracer, clock=Clock(1000, 1000 + spent))
-    call = mine.timed(1, HOOK, child)
+    call = mine.timed(1, HOOK, traced)
     with suppress(LookupError):
         call("request")
     is_slow = spent > slow_ns
@@ -230,7 +232,7 @@ def test_the_tracer_gets_slow_failed_or_all(
     start, is_only_slow = 1000 + WALL_OFFSET, is_slow and not fails
     expected = CallEvent(1, HOOK, start, spent, is_only_slow, error, "request", {}, is_many=False)
     assert tracer.noticed == ([expected] if fails or is_slow or traces_all else [])
-    slow = numbers(mine).counts.get(PROCESS_WIDTH + CHILD_WIDTH + slot(signals.SLOW_CALLS, HOOK), 0)
+    slow = numbers(mine).counts.get(PROCESS_WIDTH + CONNECTOR_WIDTH + slot(signals.SLOW_CALLS, HOOK), 0)
     assert slow == int(is_slow), "what is slow is counted whatever is traced"
 
 

@@ -1,6 +1,6 @@
 """What has ended is closed and reported once, whether any connector looks at the output or none does.
 
-Every child is shown one output with all receipts, saves and failures; its changes to its own requests count (N6).
+Every connector is shown one output with all receipts, saves and failures; its changes to its own requests count (N6).
 """
 
 import contextlib
@@ -14,25 +14,25 @@ import pytest
 from hypothesis import given, settings
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvobs.connectors.child import Child
+from kvobs.connectors.sub_connector import SubConnector
 from kvobs.probe.recorder import Recorder
 from kvobs.routing.completions import Completions, OutputView, released_set
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents
 from kvobs.routing.visibility import Visibility
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import Report, ReportKind, Stray
+from kvobs.state.transfers import Report, ReportKind, UnexpectedReport
 from kvobs.telemetry.payload.stats import Classes, MultiKVConnectorStats, RawStats, StatsParts, class_path
 from kvobs.testing import BLOCK, Rig, Script
-from tests.support.rig import assert_gone_after, assert_nothing_is_left, child_config, counted, started
+from tests.support.rig import assert_gone_after, assert_nothing_is_left, counted, entry_for, started
 from tests.support.scripted import Events, Stats, Tally
 
-Said: TypeAlias = tuple[int, int, int]  # child, rank, request
+Said: TypeAlias = tuple[int, int, int]  # connector, rank, request
 
 
 @pytest.fixture
 def idle() -> Completions:
     """Return the completions of an engine without requests, at which no connector looks."""
-    rig = Rig("kvobs", connectors=[child_config(Script(name), "UnwatchingConnector") for name in "ab"])
+    rig = Rig("kvobs", connectors=[entry_for(Script(name), "UnwatchingConnector") for name in "ab"])
     completions: Completions = rig.connector._side.completions
     return completions
 
@@ -66,21 +66,21 @@ def test_saves_that_were_done_before_their_promise_are_not_kept(idle: Completion
 
 
 def freed(router: str, plan: Sequence[Sequence[Said]], promises: Sequence[set[int]], *, is_aggregated: bool) -> Any:
-    """Return the free blocks after each step, in their order; ``promises`` are the children's, by request."""
+    """Return the free blocks after each step, in their order; ``promises`` are the connectors', by request."""
     a, b = Script("a"), Script("b")
     rig = Rig(router, a, b, ranks=2 if is_aggregated else 1, blocks=200)
     rig.scheduler.max_num_running_reqs = len(promises)
     if not is_aggregated:
         rig.aggregator = SimpleNamespace(aggregate=lambda outputs, rank: outputs[rank])
-    for i, children in enumerate(promises):
+    for i, connectors in enumerate(promises):
         for script in (a, b):
-            script.promises |= {f"r{i}"} if (script is b) in children else set()
+            script.promises |= {f"r{i}"} if (script is b) in connectors else set()
         rig.add(f"r{i}", max_tokens=1, tokens=2 * BLOCK + i)
     rig.run(2)
     orders = []
     for step in plan:
-        for child, rank, request in step:
-            (a, b)[child].say(rank, saved=f"r{request}")
+        for index, rank, request in step:
+            (a, b)[index].say(rank, saved=f"r{request}")
         rig.step()
         free = rig.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
         orders.append([block.block_id for block in free])
@@ -94,9 +94,9 @@ def test_blocks_are_freed_in_the_order_of_vllms_own_router(is_aggregated: bool, 
     """It is that of sets that are made again and again: of a worker, by pickle, of the aggregator."""
     promises = data.draw(st.lists(st.sampled_from([{0}, {1}, {0, 1}]), min_size=2, max_size=14))
     reports = [
-        (child, rank, request)
-        for request, children in enumerate(promises)
-        for child in children
+        (connector, rank, request)
+        for request, connectors in enumerate(promises)
+        for connector in connectors
         for rank in range(1 + is_aggregated)
     ]
     plan: list[list[Said]] = [[], [], []]
@@ -118,7 +118,7 @@ def test_a_save_that_no_rank_has_reported_is_released_too(ended: list[str], repo
     assert released_set(ended, [reported], is_aggregated=True) == set(ended)
 
 
-# --- what children are shown, and change
+# --- what connectors are shown, and change
 
 KV = (2 * BLOCK, True)
 
@@ -144,19 +144,19 @@ class Watcher:
 
 
 class Shown:
-    """Three children, of which the first loads ``own`` and the second ``other``; both have promised ``saved``."""
+    """Three connectors, of which the first loads ``own`` and the second ``other``; both have promised ``saved``."""
 
     def __init__(self) -> None:
         self.watchers = [Watcher(), Watcher(), Watcher()]
         recorder = Recorder(3)
         self.ledger = Ledger()
         self.visibility = [Visibility() for _ in self.watchers]
-        self.stray: list[Stray] = []
-        children = [Child(i, str(i), watcher, recorder) for i, watcher in enumerate(self.watchers)]
-        self.parts = StatsParts({child.name: class_path(type(child.connector)) for child in children})
-        self.view = OutputView(children, self.ledger, self.visibility, self.parts, self.stray.append)
-        for request, child in (("own", 0), ("other", 1)):
-            self.ledger.propose(request, (child, True))
+        self.unexpected: list[UnexpectedReport] = []
+        connectors = [SubConnector(i, str(i), watcher, recorder) for i, watcher in enumerate(self.watchers)]
+        self.parts = StatsParts({connector.name: class_path(type(connector.wrapped)) for connector in connectors})
+        self.view = OutputView(connectors, self.ledger, self.visibility, self.parts, self.unexpected.append)
+        for request, connector in (("own", 0), ("other", 1)):
+            self.ledger.propose(request, (connector, True))
             self.ledger.admit(request, 16, 2)
         self.ledger.finish("saved", [(0, 2), (1, 2)])
         self.output = KVConnectorOutput(failed_recving=set())
@@ -164,16 +164,18 @@ class Shown:
     def all_in(self) -> None:
         """Let every rank report everything."""
         for rank in (0, 1):
-            for kind, request, child in (
+            for kind, request, index in (
                 (ReportKind.RECEIVED, "own", 0),
                 (ReportKind.RECEIVED, "other", 1),
                 (ReportKind.SAVED, "saved", 0),
                 (ReportKind.SAVED, "saved", 1),
             ):
-                self.ledger.record(Report(rank, kind, request, child, 0))
+                self.ledger.record(Report(rank, kind, request, index, 0))
 
     def show(self, meta: Any = None) -> tuple[list[str], set[str]]:
-        over = self.view.show(self.output, meta, self.ledger.take_loads_in(), set(self.ledger.take_saves_in()))
+        over = self.view.show(
+            self.output, meta, self.ledger.pop_completed_loads(), set(self.ledger.pop_completed_saves())
+        )
         return sorted(over[0]), over[1]
 
 
@@ -193,7 +195,7 @@ ALL = (["other", "own"], {"saved"})
 NOTHING: tuple[list[str], set[str]] = ([], set())
 
 
-def test_receipts_that_a_child_adds_to_its_own_are_shown_to_the_next() -> None:
+def test_receipts_that_a_connector_adds_to_its_own_are_shown_to_the_next() -> None:
     """FlexKV reports its receipts there."""
     shown = Shown()
     shown.watchers[0].change = assign(finished_recving={"own"}, finished_sending={"saved"})
@@ -202,7 +204,7 @@ def test_receipts_that_a_child_adds_to_its_own_are_shown_to_the_next() -> None:
     assert shown.watchers[1].seen[0]["received"] == {"own"}
     assert shown.watchers[1].seen[0]["sent"] == set(), "the second promise is open"
     assert shown.watchers[2].seen[0]["sent"] == {"saved"}
-    assert shown.stray == []
+    assert shown.unexpected == []
 
 
 @pytest.mark.parametrize("wipes", [0, 1, 2])
@@ -217,11 +219,11 @@ def test_receipts_that_a_sibling_wipes_are_shown_to_the_next(wipes: int) -> None
     (seen,) = {tuple(map(frozenset, itemgetter("received", "sent", "failed")(w.seen[0]))) for w in shown.watchers}
     assert [*map(set, seen)] == [{"own", "other"}, {"saved"}, {"other"}]
     assert all(watcher.seen[0]["output"] is shown.output for watcher in shown.watchers)
-    assert shown.stray == []
+    assert shown.unexpected == []
 
 
 @pytest.mark.parametrize("in_steps", [1, 3])
-def test_a_child_may_keep_its_save_back_and_complete_it_later(in_steps: int) -> None:
+def test_a_connector_may_keep_its_save_back_and_complete_it_later(in_steps: int) -> None:
     """MoRIIO parks acknowledgements, and reaps those that never came."""
     shown = Shown()
     shown.all_in()
@@ -236,7 +238,7 @@ def test_a_child_may_keep_its_save_back_and_complete_it_later(in_steps: int) -> 
     assert set(shown.ledger.close_saves("saved")) == {0, 1}
 
 
-def test_a_child_may_keep_its_load_back_and_complete_it_later() -> None:
+def test_a_connector_may_keep_its_load_back_and_complete_it_later() -> None:
     shown = Shown()
     shown.all_in()
     shown.watchers[0].change = lambda output: output.finished_recving.discard("own")
@@ -248,11 +250,11 @@ def test_a_child_may_keep_its_load_back_and_complete_it_later() -> None:
     assert not shown.view.show(shown.output, None, ["own"], set())[0], "nothing else is in"
 
 
-def test_a_child_is_shown_the_set_that_vllm_is_to_read_and_may_put_another_in_its_place() -> None:
+def test_a_connector_is_shown_the_set_that_vllm_is_to_read_and_may_put_another_in_its_place() -> None:
     """A copy may have another order, in which blocks would be freed."""
     shown = Shown()
     shown.all_in()
-    sent = set(shown.ledger.take_saves_in())
+    sent = set(shown.ledger.pop_completed_saves())
     seen: list[Any] = []
     for watcher in shown.watchers:
         watcher.change = lambda output: seen.append(output.finished_sending)
@@ -264,24 +266,25 @@ def test_a_child_is_shown_the_set_that_vllm_is_to_read_and_may_put_another_in_it
     assert seen[-1] is other
 
 
-def test_receipt_of_another_childs_transfer_is_stray() -> None:
+def test_receipt_of_another_connectors_transfer_is_stray() -> None:
     shown = Shown()
     shown.watchers[2].change = assign(finished_recving={"own", "nobody"}, finished_sending={"saved", "own"})
     assert shown.show() == NOTHING
-    assert sorted(shown.stray) == sorted([
-        Stray(2, "load", "own"),
-        Stray(2, "load", "nobody"),
-        Stray(2, "save", "saved"),
-        Stray(2, "save", "own")
+    assert sorted(shown.unexpected) == sorted([
+        UnexpectedReport(2, "load", "own"),
+        UnexpectedReport(2, "load", "nobody"),
+        UnexpectedReport(2, "save", "saved"),
+        UnexpectedReport(2, "save", "own")
     ])  # fmt: skip
     assert shown.ledger.take_received() == shown.ledger.take_sent() == set()
 
 
 @pytest.mark.parametrize(("is_in", "is_hidden"), [(False, False), (True, False), (True, True)])
-def test_a_failure_that_a_child_adds_goes_round_by_the_workers(is_in: bool, is_hidden: bool) -> None:
+def test_a_failure_that_a_connector_adds_goes_round_by_the_workers(is_in: bool, is_hidden: bool) -> None:
     """vLLM has read the failures before it shows the output; every rank reports it in the next step.
 
-    The load of a request that has ended is hidden from its child if another one comes with its id in the quarantine.
+    The load of a request that has ended is hidden from its connector if another one comes with its id in the
+    quarantine.
     """
     shown = Shown()
     if is_in:
@@ -294,7 +297,7 @@ def test_a_failure_that_a_child_adds_goes_round_by_the_workers(is_in: bool, is_h
     assert shown.output.failed_recving == set()
     assert shown.ledger.take_failures() == ("own",)
     assert shown.watchers[1].seen[0]["failed"] == set()
-    shown.ledger.echoed("own")
+    shown.ledger.failure_reported("own")
     shown.watchers[0].change = lambda output: None
     shown.output.failed_recving = {"own"}
     assert "own" in shown.show()[0]
@@ -304,11 +307,11 @@ def test_a_failure_that_a_child_adds_goes_round_by_the_workers(is_in: bool, is_h
 
 
 @pytest.mark.parametrize("request_id", ["other", "nobody", "saved"])
-def test_a_failure_of_what_is_not_a_childs_own_is_stray(request_id: str) -> None:
+def test_a_failure_of_what_is_not_a_connectors_own_is_stray(request_id: str) -> None:
     shown = Shown()
     shown.watchers[0].change = lambda output: output.failed_recving.add(request_id)
     assert shown.show() == NOTHING
-    assert shown.stray == [Stray(0, "failure", request_id)]
+    assert shown.unexpected == [UnexpectedReport(0, "failure", request_id)]
     assert shown.output.failed_recving == set()
     assert shown.ledger.take_failures() == ()
 
@@ -332,13 +335,13 @@ def test_hidden_requests_are_not_shown_and_end_all_the_same() -> None:
 
 
 def stats_of(output: KVConnectorOutput) -> Any:
-    """Return the children's own stats in the output, by name."""
+    """Return the connectors' own stats in the output, by name."""
     stats = output.kv_connector_stats
     return stats and {name: own.data for name, own in stats.data.items() if name != "kvobs"}
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_each_child_sees_its_own_metadata_events_and_stats_and_the_output_gets_all_back(raises: bool) -> None:
+def test_each_connector_sees_its_own_metadata_events_and_stats_and_the_output_gets_all_back(raises: bool) -> None:
     shown, mine, others = Shown(), Stats(data={"n": 1}), Stats(data={"n": 2})
     meta = MultiKVConnectorWorkerMetadata(metadata=(Tally(1), None, Tally(3)))
     of_first: Any = Events("x")
@@ -357,7 +360,7 @@ def test_each_child_sees_its_own_metadata_events_and_stats_and_the_output_gets_a
     assert list(stats.data) == ["0", "1", "kvobs"]
 
 
-def test_stats_count_as_their_child_changes_them() -> None:
+def test_stats_count_as_their_connector_changes_them() -> None:
     shown = Shown()
     shown.output.kv_connector_stats = MultiKVConnectorStats(data={n: Stats(data={"n": 1}) for n in ("0", "1", "2")})
     shown.watchers[0].change = lambda output: output.kv_connector_stats.data.update(n=5)
@@ -369,7 +372,7 @@ def test_stats_count_as_their_child_changes_them() -> None:
     assert shown.parts.replaced(stats, 2, None) is stats
 
 
-def test_stats_that_a_child_adds_to_an_output_without_any_can_be_rebuilt_by_their_class() -> None:
+def test_stats_that_a_connector_adds_to_an_output_without_any_can_be_rebuilt_by_their_class() -> None:
     shown = Shown()
     shown.watchers[1].change = assign(kv_connector_stats=Stats(data={"n": 6}))
     shown.show()
@@ -384,9 +387,9 @@ def test_stats_that_a_child_adds_to_an_output_without_any_can_be_rebuilt_by_thei
 
 
 @pytest.mark.parametrize("raw", [{"n": 3}, RawStats(data={"n": 3})], ids=["dict", "RawStats"])
-def test_raw_stats_are_shown_as_an_object_of_the_childs_class_or_not_at_all(raw: Any, a: Script, b: Script) -> None:
+def test_raw_stats_are_shown_as_an_object_of_the_connectors_class_or_not_at_all(raw: Any, a: Script, b: Script) -> None:
     """An object of another class would end a connector that insists on its own."""
-    rig = Rig("kvobs", connectors=[child_config(a, "SummedConnector"), child_config(b)])
+    rig = Rig("kvobs", connectors=[entry_for(a, "SummedConnector"), entry_for(b)])
     found: dict[str, Any] = {}
     a.on_output = lambda output: found.update(a=output.kv_connector_stats)
     b.on_output = lambda output: found.update(b=output.kv_connector_stats)
@@ -406,7 +409,7 @@ def test_the_promise_at_an_abort_in_mid_load_ends_with_the_load(a: Script, b: Sc
     """FlexKV promises, and then reports the load only."""
     a.offers["r"] = KV
     a.promises.add("r")
-    rig = started("kvobs", connectors=[child_config(a, "FlexKVConnectorV1"), child_config(b)])
+    rig = started("kvobs", connectors=[entry_for(a, "FlexKVConnectorV1"), entry_for(b)])
     rig.abort("r")
     rig.step()
     assert rig.status("r") == "FINISHED_ABORTED"
@@ -435,7 +438,7 @@ def test_a_save_done_before_its_promise_releases_nothing_that_another_holds(a: S
 
 def test_the_workers_forget_a_promise_that_ended_with_its_load(a: Script, b: Script) -> None:
     """Also where both become known to them in the same step."""
-    rig = Rig("kvobs", connectors=[child_config(a, "FlexKVConnectorV1"), child_config(b)], ranks=2)
+    rig = Rig("kvobs", connectors=[entry_for(a, "FlexKVConnectorV1"), entry_for(b)], ranks=2)
     a.finished_count = 1
     rig.connector.get_finished_count()
     a.offers["r"] = KV

@@ -83,26 +83,26 @@ class Tables(dict[str, Table]):
 
 
 class Life:
-    """An engine's life, which follows from its seed: its shape, its memory by rank, and its children's stores."""
+    """An engine's life, which follows from its seed: its shape, its memory by rank, and its connectors' stores."""
 
     current: Life
 
     def __init__(self, running: Running, seed: int) -> None:
         Life.current = self
         self.running, self.random = running, (draw := Random(f"{seed} {running}"))
-        self.groups, children = draw.choice([1, 1, 2]), draw.choice([1, 1, 2, 3])
-        self.may_be_bad = children == 1 == self.groups and running.recomputes  # what is loaded in a step
+        self.groups, connectors = draw.choice([1, 1, 2]), draw.choice([1, 1, 2, 3])
+        self.may_be_bad = connectors == 1 == self.groups and running.recomputes  # what is loaded in a step
         # What another connector writes in a step into blocks that were loaded in it.
-        self.may_break = children > 1 == self.groups and running.recomputes
+        self.may_break = connectors > 1 == self.groups and running.recomputes
         self.budget = draw.choice([48, 512])  # tokens of a step
         self.shares = [
             {"late": draw.choice([0, 0.4]), "fails": draw.choice([0, 0.2]), "bad": draw.choice([0, 0.2]),
              "promises": draw.choice([0, 0.5]), draw.choice(HOOKS): draw.choice([0, 0.02, 0.3]),
              "async": draw.choice([0, 0.5, 1]), "unchosen": draw.choice([0, 1]), "breaks": draw.choice([0.5, 1])}
-            for _ in range(children)
+            for _ in range(connectors)
         ]  # fmt: skip
         self.memory: list[dict[tuple[int, int], int]] = [{} for _ in range(running.ranks)]
-        self.stores: list[set[int]] = [set() for _ in range(children)]
+        self.stores: list[set[int]] = [set() for _ in range(connectors)]
         self.chains: dict[str, list[int]] = {}
         self.wrong: list[str] = []
         self.broken: list[set[int]] = [set() for _ in range(running.ranks)]  # reported as bad in this step
@@ -110,14 +110,14 @@ class Life:
         self.arrived: list[dict[str, bool]] = [{} for _ in range(running.ranks)]  # loads, and whether in this step
         self.between: set[str] = set()  # requests with an asynchronous load
         self.may_end = True  # whether requests may still be aborted
-        names = [f"c{i}" for i in range(children)]
-        self.isolated = {i for i in range(children) if children == 1 or draw.random() < 0.5}
-        options = {"names": names, "isolate": [names[i] for i in self.isolated]}
+        names = [f"c{i}" for i in range(connectors)]
+        self.isolated = {i for i in range(connectors) if connectors == 1 or draw.random() < 0.5}
+        options = {"names": names, "best_effort": [names[i] for i in self.isolated]}
         timeout: dict[str, Any] = {"lookup_timeout_ms": 100}
         more = draw.choice([{}, timeout, timeout, {"wait_for": "earlier"}, {"load_policy": "longest"}])
         entry = {"kv_connector": "Storing", "kv_connector_module_path": __name__, "kv_role": "kv_both"}
         self.rig = Filling(
-            "kvobs", connectors=[entry | {"kv_connector_extra_config": {"tag": i}} for i in range(children)],
+            "kvobs", connectors=[entry | {"kv_connector_extra_config": {"tag": i}} for i in range(connectors)],
             running=running, at_once=lambda: draw.random() < 0.5,
             groups=self.groups, blocks=draw.choice([16, 24]) * self.groups,
             kvobs=options | more,
@@ -127,8 +127,8 @@ class Life:
         for manager in self.rig.scheduler.kv_cache_manager.coordinator.single_type_managers:
             manager._record_new_block_ids = zeroes
 
-    def happens(self, child: int, what: str) -> bool:
-        return self.random.random() < self.shares[child].get(what, 0)
+    def happens(self, index: int, what: str) -> bool:
+        return self.random.random() < self.shares[index].get(what, 0)
 
     def fill(self, rank: int, blocks: list[list[int]], keys: Sequence[int]) -> None:
         held = self.memory[rank]

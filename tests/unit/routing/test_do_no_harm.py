@@ -12,7 +12,7 @@ import pytest
 from kvobs.schema.config import ConfigError
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script, ScriptedConnector
 from kvobs.testing.scripted import TransferResults
-from tests.support.rig import assert_gone_after, assert_nothing_is_left, child_config, counted, started
+from tests.support.rig import assert_gone_after, assert_nothing_is_left, counted, entry_for, started
 from tests.support.scripted import Stats
 from tests.support.stock import wrong_in_stock
 
@@ -23,7 +23,7 @@ both = pytest.mark.parametrize("router", list(ROUTERS))
 
 
 def here(script: Script, cls: str) -> dict[str, Any]:
-    return child_config(script, cls, kv_connector_module_path=__name__)
+    return entry_for(script, cls, kv_connector_module_path=__name__)
 
 
 class TableConnector(ScriptedConnector):
@@ -60,9 +60,9 @@ class TableConnector(ScriptedConnector):
 @both
 @pytest.mark.parametrize("is_sync", [False, True])
 def test_after_a_failed_load_it_stores_the_right_blocks(router: str, is_sync: bool, a: Script, b: Script) -> None:
-    """The banned child is asked again, and drops its table there; with chunked prefill it goes on storing."""
+    """The banned connector is asked again, and drops its table there; with chunked prefill it goes on storing."""
     a.offers["r"] = [(2 * BLOCK, not is_sync), MISS]
-    rig = Rig(router, connectors=[here(a, "TableConnector"), child_config(b)])
+    rig = Rig(router, connectors=[here(a, "TableConnector"), entry_for(b)])
     rig.scheduler.max_num_scheduled_tokens = 2 * BLOCK
     rig.add("other", tokens=3 * BLOCK, max_tokens=40)
     rig.run(3)
@@ -73,16 +73,16 @@ def test_after_a_failed_load_it_stores_the_right_blocks(router: str, is_sync: bo
         a.bad_blocks[0] = {held[0]}
     else:
         a.say(0, failed="r")
-    (child,) = (each for each in rig.connector._connectors if isinstance(each, TableConnector))
+    (connector,) = (each for each in rig.connector._connectors if isinstance(each, TableConnector))
     rig.step()
-    child.stored.clear()
+    connector.stored.clear()
     checked = 0
     for _ in range(12):
         rig.step()
-        for request, n, block in child.stored:
+        for request, n, block in connector.stored:
             assert block == rig.scheduler.kv_cache_manager.get_block_ids(request)[0][n], (request, n)
             checked += request == "r"
-        child.stored.clear()
+        connector.stored.clear()
     assert checked >= 4
 
 
@@ -116,7 +116,7 @@ def test_bad_blocks_in_the_load_of_another_count(
         assert 3 * BLOCK + 1 in scheduled, "all behind the block before the bad one is computed"
     if router == "kvobs":
         assert counted(rig, "kvobs_loads_total", 0, "sync" if is_sync else "async", "failed") == 1
-        assert counted(rig, "kvobs_stray_reports_total", 1, "blocks") == 1
+        assert counted(rig, "kvobs_unexpected_reports_total", 1, "blocks") == 1
         assert "connector 'eager' reported bad blocks in a load of request r" in caplog.text
         blamed = "load of connector 'store' failed: connector 'eager' reported the failure" in caplog.text
         assert blamed is is_sync
@@ -148,7 +148,7 @@ def test_a_failed_load_is_repeated_after_the_request_has_run(router: str, is_syn
 
 
 @both
-def test_the_one_worker_of_an_engine_reports_for_all_that_a_child_counts(router: str, a: Script) -> None:
+def test_the_one_worker_of_an_engine_reports_for_all_that_a_connector_counts(router: str, a: Script) -> None:
     """As with an external launcher: vLLM has no aggregator then, and takes each report as it is."""
     a.finished_count = 2
     a.offers["r"] = KV
@@ -187,16 +187,16 @@ class LockingConnector(ScriptedConnector):
 @pytest.mark.parametrize("options", [{}, {"wait_for": "earlier"}], ids=["default", "earlier"])
 def test_no_lookup_is_left_locked(router: str, options: dict[str, str], a: Script, b: Script) -> None:
     a.offers["r"], b.offers["r"] = KV, [NOT_YET, NOT_YET, KV]
-    connectors = [child_config(a), here(b, "LockingConnector")]
+    connectors = [entry_for(a), here(b, "LockingConnector")]
     rig = started(router, connectors=connectors, kvobs=options, max_tokens=3, steps=3)
     assert_gone_after(rig, a, 6, received="r")
-    (child,) = (each for each in rig.connector._connectors if isinstance(each, LockingConnector))
-    assert child.answered == {"r"}
-    assert child.locks == set()
+    (connector,) = (each for each in rig.connector._connectors if isinstance(each, LockingConnector))
+    assert connector.answered == {"r"}
+    assert connector.locks == set()
 
 
 @both
-def test_children_are_shown_their_siblings_receipts_and_failures(router: str, a: Script, b: Script) -> None:
+def test_connectors_are_shown_their_siblings_receipts_and_failures(router: str, a: Script, b: Script) -> None:
     """HiSparse beside NIXL imports what NIXL has received, and invalidates what has failed."""
     a.offers["in"], a.offers["out"] = [KV, MISS], [KV, MISS]
     rig = Rig(router, a, b)
@@ -219,7 +219,9 @@ def assigns(**fields: Any) -> Callable[[Any], None]:
 
 
 @both
-def test_a_child_that_receives_on_the_schedulers_side_completes_its_loads(router: str, a: Script, b: Script) -> None:
+def test_a_connector_that_receives_on_the_schedulers_side_completes_its_loads(
+    router: str, a: Script, b: Script
+) -> None:
     """As FlexKV, and any router within the router."""
     a.offers["r"] = KV
     rig = started(router, a, b, ranks=2)
@@ -298,7 +300,7 @@ def test_a_report_before_a_tail_was_taken_over_is_not_about_the_tail(a: Script, 
 
 
 @both
-def test_output_keeps_what_a_child_writes_for_the_next_reader(router: str, a: Script, b: Script) -> None:
+def test_output_keeps_what_a_connector_writes_for_the_next_reader(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
     rig.add("r")
     a.on_output = assigns(invalid_block_ids={7}, expected_finished_count=3)
@@ -333,12 +335,12 @@ def nested(path: str, *scripts: Script) -> dict[str, Any]:
         "kv_connector": "MultiConnector",
         "kv_connector_module_path": path,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [*map(child_config, scripts)]},
+        "kv_connector_extra_config": {"connectors": [*map(entry_for, scripts)]},
     }
 
 
 def test_a_nested_multi_connector_loads_and_saves(a: Script, b: Script) -> None:
-    rig = Rig("kvobs", connectors=[nested(ROUTERS["stock"], a, b), child_config(Script("outer"))], ranks=2)
+    rig = Rig("kvobs", connectors=[nested(ROUTERS["stock"], a, b), entry_for(Script("outer"))], ranks=2)
     b.offers["r"] = KV
     a.promises.add("r")
     rig.add("r")
@@ -359,7 +361,7 @@ def test_a_nested_multi_connector_loads_and_saves(a: Script, b: Script) -> None:
 
 
 def test_a_nested_multi_connectors_stats_pass_through(a: Script, b: Script) -> None:
-    rig = Rig("kvobs", connectors=[nested(ROUTERS["stock"], a), child_config(b)])
+    rig = Rig("kvobs", connectors=[nested(ROUTERS["stock"], a), entry_for(b)])
     a.stats.append(Stats(data={"n": 3}))
     rig.run(2)
     assert str([payload for payload in rig.stats if "MultiConnector" in payload]).count("'n': 3") >= 1
@@ -368,7 +370,7 @@ def test_a_nested_multi_connectors_stats_pass_through(a: Script, b: Script) -> N
 def test_kvobs_within_kvobs_is_refused(a: Script, b: Script) -> None:
     inner = nested("kvobs", a)
     with pytest.raises(ConfigError, match=r"connectors\[0\].*nested in kvobs. Fix: move its connectors to this list"):
-        Rig("kvobs", connectors=[inner, child_config(b)])
+        Rig("kvobs", connectors=[inner, entry_for(b)])
     assert a.calls == b.calls == []
 
 
@@ -403,7 +405,7 @@ def test_transfer_results_may_be_any_iterables(router: str, made: Any, a: Script
 
 @both
 @as_any
-def test_a_child_may_put_any_iterables_into_the_output(router: str, made: Any, a: Script, b: Script) -> None:
+def test_a_connector_may_put_any_iterables_into_the_output(router: str, made: Any, a: Script, b: Script) -> None:
     a.offers["r"], a.promises = KV, {"saved"}
     rig = Rig(router, a, b)
 

@@ -1,4 +1,4 @@
-"""A best-effort child fails, and nobody notices but the operator: vLLM's real scheduler, two ranks, two children.
+"""A best-effort connector fails, and nobody notices but the operator: vLLM's real scheduler, two ranks, two connectors.
 
 By the rules N2 to N4 and N7 to N9 of the design: what it knew goes on being reported to it, what arrives while it is
 out does not exist for it, and nothing is called, reset or saved that vLLM did not ask for.
@@ -15,8 +15,8 @@ from tests.support.rig import assert_nothing_is_left, counted
 
 
 @pytest.mark.parametrize("hook", [*OF_SCHEDULER, *OF_WORKER])
-def test_a_failure_in_any_hook_keeps_a_child_out(engine: Isolating, a: Script, b: Script, hook: str) -> None:
-    """The child has a load under way; a sibling goes on; after the quarantine it loads again."""
+def test_a_failure_in_any_hook_keeps_a_connector_out(engine: Isolating, a: Script, b: Script, hook: str) -> None:
+    """The connector has a load under way; a sibling goes on; after the quarantine it loads again."""
     engine.rig.add("before", max_tokens=2)
     engine.run_to_end("before")
     a.offers["load"] = KV
@@ -34,7 +34,7 @@ def test_a_failure_in_any_hook_keeps_a_child_out(engine: Isolating, a: Script, b
     assert engine.is_out
     epoch = engine.epoch
     assert epoch == (2 if is_given_up else 1), "it was tried again meanwhile"
-    assert engine.rig.connector._side.audience.isolation.states() == {0: (epoch, True)}
+    assert engine.rig.connector._side.targets.isolation.states() == {0: (epoch, True)}
 
     a.raises.clear()
     a.offers["again"] = KV
@@ -51,7 +51,7 @@ def test_a_failure_in_any_hook_keeps_a_child_out(engine: Isolating, a: Script, b
     assert counted(engine.rig, "kvobs_loads_total", 0, "async", "ok") >= 1
     engine.step(3, seconds=1)
     assert engine.epoch == epoch
-    assert named(a, "out") == [], "a request that arrives while a child is out does not exist for it"
+    assert named(a, "out") == [], "a request that arrives while a connector is out does not exist for it"
     assert a.called("reset_cache") == []
     assert_nothing_is_left(engine.rig)
 

@@ -13,7 +13,7 @@ from kvobs.testing.scripted import TransferResults
 from kvobs.vllm_api.hooks import HOOKS, Side
 from tests.support.best_effort import KV, OF_SCHEDULER, OF_WORKER, Isolating, S
 from tests.support.contexts import request as named
-from tests.support.rig import assert_nothing_is_left, child_config, counted
+from tests.support.rig import assert_nothing_is_left, counted, entry_for
 from tests.support.scripted import Events, OddConnector, Stats, Tally
 
 UNPICKLABLE: Any = threading.Lock()
@@ -243,12 +243,12 @@ UNTOUCHED = [case for case in (*MALFORMED, *UNMERGEABLE, *ACCEPTED) if case[0] !
 @pytest.mark.parametrize(("hook", "answer"), UNTOUCHED, ids=ids)
 def test_the_answer_of_a_connector_that_is_not_isolated_is_not_touched(a: Script, hook: str, answer: Any) -> None:
     """It reaches the router as it would reach vLLM's."""
-    rig = Rig("kvobs", connectors=[child_config(a, "OddConnector")])
+    rig = Rig("kvobs", connectors=[entry_for(a, "OddConnector")])
     rig.step()
     given = answer() if callable(answer) else answer
     a.answers[hook] = lambda: given
     of = rig.workers[0] if HOOKS[hook].side is Side.WORKER else rig.connector
-    call = getattr(of._side.children[0], hook)
+    call = getattr(of._side.connectors[0], hook)
     arguments = {
         RESULTS: (set(),),
         "build_connector_meta": (rig.scheduled,),

@@ -8,7 +8,7 @@ from kvobs.schema.config import ConfigError
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script
 from kvobs.vllm_api.versions import V2_RUNNER
 from tests.support.best_effort import FAILURE, KV, SYNC, Isolating
-from tests.support.rig import assert_nothing_is_left, child_config, counted
+from tests.support.rig import assert_nothing_is_left, counted, entry_for
 
 
 @pytest.mark.parametrize(
@@ -22,20 +22,20 @@ from tests.support.rig import assert_nothing_is_left, child_config, counted
 )
 def test_a_connector_that_can_not_be_left_out_is_refused_before_any_is_built(more: dict[str, Any], why: str) -> None:
     best, other = Script("best"), Script("other")
-    connectors = [child_config(best) | more, child_config(other)]
-    with pytest.raises(ConfigError, match=rf"isolate: found 'best' \(\w+\), which can.t be isolated: it {why}"):
-        Rig("kvobs", connectors=connectors, kvobs={"names": ["best", "other"], "isolate": ["best"]})
+    connectors = [entry_for(best) | more, entry_for(other)]
+    with pytest.raises(ConfigError, match=rf"best_effort: found 'best' \(\w+\), which can.t be isolated: it {why}"):
+        Rig("kvobs", connectors=connectors, kvobs={"names": ["best", "other"], "best_effort": ["best"]})
     assert best.calls == other.calls == []
 
 
 def test_the_operator_decides_who_is_best_effort(a: Script) -> None:
     """N9: that a class does not set ``requires_kv_delivery`` is no reason against it."""
-    rig = Rig("kvobs", connectors=[child_config(a)], kvobs={"names": ["best"], "isolate": ["best"]})
+    rig = Rig("kvobs", connectors=[entry_for(a)], kvobs={"names": ["best"], "best_effort": ["best"]})
     assert rig.workers[0].requires_kv_delivery is True
 
 
 @pytest.mark.parametrize("hook", ["has_pending_push_work", "has_pending_block_frees"])
-def test_quarantined_childs_pending_work_is_waited_for(engine: Isolating, a: Script, hook: str) -> None:
+def test_quarantined_connectors_pending_work_is_waited_for(engine: Isolating, a: Script, hook: str) -> None:
     """Its open transfers hold blocks, whether it takes part or not."""
     ask = getattr(engine.rig.connector, hook)
     a.answers[hook] = True
@@ -82,15 +82,15 @@ class Lone:
     """An engine whose only saving connector is isolated and offers synchronous loads, like LMCache V1."""
 
     def __init__(self, a: Script, *others: dict[str, Any]) -> None:
-        connectors = [child_config(a, "BestEffortConnector"), *others]
-        self.rig = Rig("kvobs", connectors=connectors, kvobs={"names": ["best"], "isolate": ["best"]})
+        connectors = [entry_for(a, "BestEffortConnector"), *others]
+        self.rig = Rig("kvobs", connectors=connectors, kvobs={"names": ["best"], "best_effort": ["best"]})
         a.offers["r"] = [SYNC, (0, False)]
         self.request = self.rig.add("r", max_tokens=3)
 
 
 @pytest.mark.parametrize("has_consumer", [False, True])
 def test_a_synchronous_hit_is_used_where_no_other_connector_saves(a: Script, b: Script, has_consumer: bool) -> None:
-    lone = Lone(a, *([child_config(b, kv_role="kv_consumer")] if has_consumer else []))
+    lone = Lone(a, *([entry_for(b, kv_role="kv_consumer")] if has_consumer else []))
     lone.rig.step()
     assert [tokens for _, tokens, _ in a.called("update_state_after_alloc")] == [2 * BLOCK]
     lone.rig.run(4)
@@ -134,7 +134,7 @@ def test_a_synchronous_load_that_fails_is_recomputed_and_nothing_is_saved_in_its
 
 
 @pytest.mark.parametrize("where", ["scheduler", "worker 0", "worker 1", "everywhere"])
-def test_a_child_that_can_not_be_built_is_out_for_the_engines_life(
+def test_a_connector_that_can_not_be_built_is_out_for_the_engines_life(
     where: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     built: list[str] = []
@@ -167,7 +167,9 @@ def test_a_child_that_can_not_be_built_is_out_for_the_engines_life(
     assert_nothing_is_left(engine.rig)
 
 
-def test_another_child_that_can_not_be_built_ends_start(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
+def test_another_connector_that_can_not_be_built_ends_start(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
     b.raises["__init__"] = FAILURE
     with pytest.raises(ConnectionError, match="store is gone"):
         Isolating(monkeypatch, a, b)
@@ -190,8 +192,10 @@ class OfAnother:
     """An engine in which an isolated connector had a hit, and another one loads; then the former raises half-way."""
 
     def __init__(self, a: Script, b: Script, answer: Any) -> None:
-        connectors = [child_config(a), child_config(b, "BestEffortConnector")]
-        self.rig = Rig("kvobs", connectors=connectors, kvobs={"names": ["disk", "best"], "isolate": ["best"]}, ranks=2)
+        connectors = [entry_for(a), entry_for(b, "BestEffortConnector")]
+        self.rig = Rig(
+            "kvobs", connectors=connectors, kvobs={"names": ["disk", "best"], "best_effort": ["best"]}, ranks=2
+        )
         a.offers["r"] = [answer, (0, False)]
         a.offers["theirs"] = answer
         b.offers["r"] = (BLOCK, True)
@@ -284,7 +288,7 @@ def test_with_several_groups_a_raise_beside_anothers_load_ends_no_engine(a: Scri
     a.offers["r"] = b.offers["r"] = (2 * BLOCK, False)
     a.raises["start_load_kv"] = OSError("a is stuck")
     rig = Rig(
-        "kvobs", connectors=[child_config(a), child_config(b)], kvobs={"names": ["a", "b"], "isolate": ["a"]}, groups=2
+        "kvobs", connectors=[entry_for(a), entry_for(b)], kvobs={"names": ["a", "b"], "best_effort": ["a"]}, groups=2
     )
     rig.add("r")
     rig.run(4)

@@ -38,9 +38,9 @@ def test_an_error_is_one_short_line_of_the_log(engine: Isolating, a: Script, cap
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("child", [1, 7, -1])
-def test_a_failure_of_a_child_that_is_not_isolated_has_no_effect(engine: Isolating, child: int) -> None:
-    engine.side.audience.isolation.record_failures([(child, 0)])
+@pytest.mark.parametrize("index", [1, 7, -1])
+def test_a_failure_of_a_connector_that_is_not_isolated_has_no_effect(engine: Isolating, index: int) -> None:
+    engine.side.targets.isolation.record_failures([(index, 0)])
     assert not engine.is_out
 
 
@@ -59,7 +59,7 @@ def test_a_request_after_quarantine_begins_trial(engine: Isolating, a: Script, s
 
 
 def test_a_load_that_failed_is_asked_for_again_and_not_tried(engine: Isolating, a: Script) -> None:
-    """N4, of any child: vLLM would load it again at once, and again; but the lookup cleans the child's books."""
+    """N4, of any connector: vLLM would load it again at once, and again; but the lookup cleans its books."""
     a.offers["r"] = KV
     engine.rig.add("r", max_tokens=1)
     engine.step(2)
@@ -116,7 +116,7 @@ def test_out_for_good_after_a_hook_that_is_called_once(engine: Isolating, a: Scr
     assert engine.is_out is is_out
 
 
-def test_a_child_that_is_not_isolated_still_ends_the_step(engine: Isolating, b: Script) -> None:
+def test_a_connector_that_is_not_isolated_still_ends_the_step(engine: Isolating, b: Script) -> None:
     b.raises["start_load_kv"] = FAILURE
     engine.rig.add("r")
     with pytest.raises(ConnectionError, match="store is gone"):
@@ -125,7 +125,7 @@ def test_a_child_that_is_not_isolated_still_ends_the_step(engine: Isolating, b: 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch, engine: Isolating, a: Script) -> dict[str, float]:
-    """Seconds that the best-effort child takes, by hook; asked of a clock of the test's own."""
+    """Seconds that the best-effort connector takes, by hook; asked of a clock of the test's own."""
     took: dict[str, float] = {}
     now = [0]
 
@@ -164,7 +164,7 @@ def test_a_slow_lookup(engine: Isolating, a: Script, slow: dict[str, float], cap
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_slow_child_is_not_asked_again(engine: Isolating, a: Script, b: Script, slow: dict[str, float]) -> None:
+def test_a_slow_connector_is_not_asked_again(engine: Isolating, a: Script, b: Script, slow: dict[str, float]) -> None:
     """It would block the step again; from then on it sees no more of that request than its end."""
     a.offers["r"] = [(None, False), (None, False), KV]
     engine.rig.add("r", max_tokens=2)
@@ -179,7 +179,7 @@ def test_a_slow_child_is_not_asked_again(engine: Isolating, a: Script, b: Script
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_slow_child_that_fails_on_a_worker_saves_no_more(
+def test_a_slow_connector_that_fails_on_a_worker_saves_no_more(
     engine: Isolating, a: Script, slow: dict[str, float]
 ) -> None:
     """The report of that failure may come after the slow call."""
@@ -187,13 +187,13 @@ def test_a_slow_child_that_fails_on_a_worker_saves_no_more(
     engine.step()
     slow["update_connector_output"] = 3
     engine.step()
-    engine.side.audience.isolation.record_failures([(0, 0)])
+    engine.side.targets.isolation.record_failures([(0, 0)])
     for is_shown in (True, False):
         assert ("r" in a.called("build_connector_meta")[-1].scheduled) is is_shown
         engine.step()
 
 
-def test_a_slow_childs_open_lookups_wait_for_the_end_of_its_quarantine(
+def test_a_slow_connectors_open_lookups_wait_for_the_end_of_its_quarantine(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, slow: dict[str, float]
 ) -> None:
     engine = Isolating(monkeypatch, a, b, lookup_timeout_ms=1)
@@ -211,7 +211,7 @@ def test_a_slow_childs_open_lookups_wait_for_the_end_of_its_quarantine(
     assert len(a.called("get_num_new_matched_tokens")) == asked + 1
 
 
-def test_a_slow_child_keeps_nothing_of_a_request_whose_blocks_it_had(
+def test_a_slow_connector_keeps_nothing_of_a_request_whose_blocks_it_had(
     engine: Isolating, a: Script, b: Script, slow: dict[str, float]
 ) -> None:
     """Preempted while it is out, the request gets other blocks: not even its end is shown where some save the rest."""
@@ -249,7 +249,7 @@ def test_a_worker_may_take_its_time(engine: Isolating, a: Script, slow: dict[str
 
 
 def test_slowness_is_an_option(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, slow: dict[str, float]) -> None:
-    engine = Isolating(monkeypatch, a, b, isolate_slow_ms=5_000)
+    engine = Isolating(monkeypatch, a, b, best_effort_slow_ms=5_000)
     slow.update(dict.fromkeys(OF_SCHEDULER, 4))
     engine.rig.add("r", max_tokens=2)
     engine.run_to_end("r")
@@ -321,7 +321,7 @@ def test_probation_lasts_until_a_load_succeeds(engine: Isolating, a: Script) -> 
         engine.rig.add(name, max_tokens=1)
         engine.run_to_end(name)
         a.raises.clear()
-        lengths.append(engine.side.audience.isolation._states[0].length_ns / S)
+        lengths.append(engine.side.targets.isolation._states[0].length_ns / S)
         engine.step(2, seconds=100)
         assert not engine.is_out
     assert lengths == [1, 2, 4, 8, 16]
@@ -332,7 +332,7 @@ def test_probation_lasts_until_a_load_succeeds(engine: Isolating, a: Script) -> 
     engine.run_to_end("good")
     a.raises["take_events"] = FAILURE
     engine.step()
-    assert engine.side.audience.isolation._states[0].length_ns == S
+    assert engine.side.targets.isolation._states[0].length_ns == S
 
 
 @pytest.mark.parametrize("has_loaded", [True, False])
@@ -355,7 +355,7 @@ def test_a_good_save_ends_probation_of_a_connector_that_never_loads(
         engine.step(3)
         engine.say(a, saved=name)
         engine.run_to_end(name)
-    assert engine.side.audience.isolation._states[0].length_ns == (2 * S if has_loaded else S // 2)
+    assert engine.side.targets.isolation._states[0].length_ns == (2 * S if has_loaded else S // 2)
 
 
 def test_a_load_whose_allocation_call_raised_fails_at_once(engine: Isolating, a: Script, b: Script) -> None:

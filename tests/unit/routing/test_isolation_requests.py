@@ -82,7 +82,7 @@ def test_a_known_request_is_looked_up_while_it_is_out_and_gets_nothing_to_load(e
 
 
 def test_quarantined_connector_gets_what_vllm_calls_and_nothing_else(engine: Isolating, a: Script, b: Script) -> None:
-    """N3, N2: around a quarantine the calls of a child differ from its sibling's by what is hidden from it only."""
+    """N3, N2: around a quarantine the calls of a connector differ from its sibling's by what is hidden from it only."""
     a.raises["wait_for_save"] = FAILURE
     engine.rig.add("r", max_tokens=4)
     engine.step(2)

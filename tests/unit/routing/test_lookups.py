@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvobs.connectors.child import Child
+from kvobs.connectors.sub_connector import SubConnector
 from kvobs.probe.recorder import Recorder
 from kvobs.routing import lookups
-from kvobs.routing.lookups import POLICIES, Offers, OpenLookups
+from kvobs.routing.lookups import POLICIES, Lookups, OpenLookups
 from kvobs.routing.visibility import Visibility
 from kvobs.schema import signals
 from kvobs.schema.options import Options
@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Asker:
-    """Children whose answers are given, and count how often they were asked."""
+    """Connectors whose answers are given, and count how often they were asked."""
 
     def __init__(
         self, *answers: Answer, isolation: Any = None, async_only: Collection[int] = (), **options: Any
@@ -52,20 +52,20 @@ class Asker:
         self.answers = list(answers)
         self.asked = [0] * len(answers)
         self.recorder = Recorder(len(answers))
-        children = [
-            Child(i, str(i), SimpleNamespace(get_num_new_matched_tokens=self._lookup(i)), self.recorder)
+        connectors = [
+            SubConnector(i, str(i), SimpleNamespace(get_num_new_matched_tokens=self._lookup(i)), self.recorder)
             for i in range(len(answers))
         ]
         chosen = Options(**options)
         self.visibility = [Visibility() for _ in answers]
-        self.waited_for = [InProgress[str]() for _ in answers]
-        self.counts = OfferCounts(self.recorder, [chosen.min_tokens.get(child.name, 1) for child in children])
-        self.offers = Offers(
-            children,
+        self.awaited = [InProgress[str]() for _ in answers]
+        self.counts = OfferCounts(self.recorder, [chosen.min_tokens.get(connector.name, 1) for connector in connectors])
+        self.lookups = Lookups(
+            connectors,
             chosen,
             self.counts,
             self.visibility,
-            waited_for=self.waited_for,
+            awaited=self.awaited,
             isolation=isolation,
             async_only=async_only,
         )
@@ -79,15 +79,15 @@ class Asker:
 
     def settle(self, owner: int | None, tokens: int) -> LookupResult:
         """Let vLLM allocate tokens of a connector; return the lookup that this ends."""
-        result = self.offers.settle("r")
+        result = self.lookups.resolve("r")
         self.counts.allocated(cast("Any", R), result, owner, tokens)
         return result
 
     def ask(self, local: int = 0) -> Offer | None:
-        return self.offers.ask(R, local)
+        return self.lookups.look_up(R, local)
 
-    def count(self, child: int, metric: str, *labels: str) -> int:
-        return counts_of(self.recorder, child, metric, *labels)
+    def count(self, index: int, metric: str, *labels: str) -> int:
+        return counts_of(self.recorder, index, metric, *labels)
 
 
 def first(answers: tuple[Answer, ...]) -> Offer | None:
@@ -129,7 +129,7 @@ def test_a_number_of_numpys_is_offered_as_a_plain_one_which_vllm_can_encode() ->
 
 
 def outcomes_of(answers: tuple[Answer, ...], wait_for: str, policy: str) -> list[str]:
-    """Return the outcome of each child that is asked."""
+    """Return the outcome of each connector that is asked."""
     found = []
     for tokens, _ in answers:
         found.append("pending" if tokens is None else "hit" if tokens else "miss")
@@ -152,18 +152,18 @@ def test_a_lookup_is_judged_by_its_answers(policy: str, wait_for: str, repetitio
         assert asker.ask() == choose(answers)
         outcomes = outcomes_of(answers, wait_for, policy)
         seen |= set(enumerate(outcomes))
-        for child, outcome in enumerate(outcomes):
-            asked[child] += 1
-            is_open = outcome != "pending" or (wait_for == "earlier" and "hit" in outcomes[:child])
-            (pending.discard if is_open else pending.add)(child)
+        for index, outcome in enumerate(outcomes):
+            asked[index] += 1
+            is_open = outcome != "pending" or (wait_for == "earlier" and "hit" in outcomes[:index])
+            (pending.discard if is_open else pending.add)(index)
         assert asker.asked == asked
-        assert {child for child, waiting in enumerate(asker.waited_for) if len(waiting)} == pending
+        assert {index for index, waiting in enumerate(asker.awaited) if len(waiting)} == pending
         if choose(answers) is not None:
-            left_open = {child for child, outcome in enumerate(outcomes) if outcome == "pending"}
+            left_open = {index for index, outcome in enumerate(outcomes) if outcome == "pending"}
             for expected in (left_open, set()):  # an asynchronous load is allocated twice
                 assert set(asker.settle(None, 0).left_open) == expected
-    for child, outcome in product(range(3), ("hit", "miss", "pending")):
-        assert asker.count(child, "kvobs_lookups_total", outcome) == ((child, outcome) in seen)
+    for index, outcome in product(range(3), ("hit", "miss", "pending")):
+        assert asker.count(index, "kvobs_lookups_total", outcome) == ((index, outcome) in seen)
 
 
 EITHER_POLICY = pytest.mark.parametrize("policy", POLICIES)
@@ -179,11 +179,11 @@ def test_an_offer_below_its_minimum_is_never_used(policy: str, tokens: list[int]
     usable = tuple((n if n >= minima[i] else 0, True) for i, n in enumerate(tokens))
     assert best == (longest(usable) if policy == "longest" else first(usable))
     assert asker.asked == [1] * len(tokens)
-    asker.settle(best.child if best.tokens else None, best.tokens)
+    asker.settle(best.connector_index if best.tokens else None, best.tokens)
     for i, n in enumerate(tokens):
         assert asker.count(i, "kvobs_offered_tokens_total") == n
         reason = "below_minimum" if n < minima[i] else "other_chosen"
-        in_vain = 0 if i == best.child else max(0, n - best.tokens)
+        in_vain = 0 if i == best.connector_index else max(0, n - best.tokens)
         assert lost(asker, i) == ({reason: in_vain} if in_vain else {})
 
 
@@ -208,16 +208,16 @@ def test_an_offer_of_less_than_nothing_is_no_hit() -> None:
 
 
 @EITHER_POLICY
-def test_a_banned_child_is_asked_and_its_answer_is_dropped(policy: str) -> None:
+def test_a_banned_connector_is_asked_and_its_answer_is_dropped(policy: str) -> None:
     """N4."""
     asker = Asker((32, True), (16, True), load_policy=policy)
     asker.ask()
-    asker.offers.ban("r", 0)
+    asker.lookups.ban("r", 0)
     assert asker.ask() == Offer(1, 16, True)
     assert asker.asked == [2, 2]
-    asker.offers.lift_bans("another")
+    asker.lookups.lift_bans("another")
     assert asker.ask() == Offer(1, 16, True)
-    asker.offers.lift_bans("r")
+    asker.lookups.lift_bans("r")
     assert asker.ask() == Offer(0, 32, True)
 
 
@@ -235,7 +235,7 @@ def test_synchronous_offers_of_some_are_not_used() -> None:
 
 
 @EITHER_POLICY
-def test_a_slow_child_is_waited_for_until_the_timeout_and_no_longer(policy: str, clock: Clock) -> None:
+def test_a_slow_connector_is_waited_for_until_the_timeout_and_no_longer(policy: str, clock: Clock) -> None:
     asker = Asker((None, False), (16, True), load_policy=policy, lookup_timeout_ms=50)
     assert asker.ask() is None
     clock.now_ms = 49
@@ -257,9 +257,9 @@ def test_the_load_begins_where_the_winning_lookup_found_it() -> None:
 REASONS = signals.UNUSED_HIT_TOKENS.labels["reason"]
 
 
-def lost(asker: Asker, child: int) -> dict[str, int]:
-    """Return reason -> tokens that a child has offered in vain."""
-    counts = {reason: asker.count(child, "kvobs_unused_hit_tokens_total", reason) for reason in REASONS}
+def lost(asker: Asker, index: int) -> dict[str, int]:
+    """Return reason -> tokens that a connector has offered in vain."""
+    counts = {reason: asker.count(index, "kvobs_unused_hit_tokens_total", reason) for reason in REASONS}
     return {reason: n for reason, n in counts.items() if n}
 
 
@@ -281,7 +281,7 @@ def test_offered_admitted_and_unused_hit_tokens(tokens: list[int], data: st.Data
         in_vain = won - taken if i == owner else max(0, n - won)
         assert lost(asker, i) == ({reason: in_vain} if in_vain else {})
     asker.ask()
-    asker.offers.forget("r")
+    asker.lookups.discard("r")
     assert [asker.count(i, "kvobs_offered_tokens_total") for i in range(len(tokens))] == tokens
 
 
@@ -295,7 +295,7 @@ def test_the_last_offers_of_a_request_that_ends_before_its_allocation_are_lost(i
     if is_withdrawn:
         asker.answers[0] = (None, False)
         asker.ask()
-    asker.offers.forget("r")
+    asker.lookups.discard("r")
     assert asker.count(0, "kvobs_offered_tokens_total") == (0 if is_withdrawn else 32)
     assert (lost(asker, 0), lost(asker, 1)) == ({} if is_withdrawn else {"not_allocated": 32}, {})
 
@@ -312,10 +312,10 @@ def test_an_allocation_without_a_lookup_before_it_counts_nothing() -> None:
 def test_a_request_that_has_ended_is_forgotten() -> None:
     asker = Asker((None, False))
     asker.ask()
-    assert len(asker.offers._asked) == 1
-    asker.offers.forget("r")
-    asker.offers.forget("r")
-    assert len(asker.offers._asked) == len(asker.waited_for[0]) == 0
+    assert len(asker.lookups._asked) == 1
+    asker.lookups.discard("r")
+    asker.lookups.discard("r")
+    assert len(asker.lookups._asked) == len(asker.awaited[0]) == 0
     assert asker.settle(None, 0) == NO_RESULT
     asker.ask()
     assert asker.count(0, "kvobs_lookups_total", "pending") == 2, "another request of the same id"
@@ -324,23 +324,23 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
 def test_a_connector_that_is_no_longer_asked_is_not_waited_for() -> None:
     """As in a quarantine by a slow call: the request runs without its answer."""
     asked = {0, 1}
-    isolation = SimpleNamespace(asks=lambda child, request: child in asked, discards=lambda child, request: False)
+    isolation = SimpleNamespace(asks=lambda index, request: index in asked, discards=lambda index, request: False)
     asker = Asker((16, True), (None, False), isolation=isolation)
     assert asker.ask() is None
     asked.remove(1)
     assert asker.ask() == Offer(0, 16, True)
-    assert [len(lookups) for lookups in asker.waited_for] == [0, 0]
+    assert [len(lookups) for lookups in asker.awaited] == [0, 0]
 
 
 @pytest.mark.parametrize("answer", [(32, True), (None, False)])
 def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for(answer: Answer) -> None:
     """A connector that failed while it knew a request may hold nonsense about that request, and about no other."""
     isolation = SimpleNamespace(
-        asks=lambda child, request: True, discards=lambda child, request: (child, request) == (0, "r")
+        asks=lambda index, request: True, discards=lambda index, request: (index, request) == (0, "r")
     )
     asker = Asker(answer, (16, True), isolation=isolation)
     assert asker.ask() == Offer(1, 16, True)
-    assert asker.offers.ask(SimpleNamespace(**vars(R) | {"request_id": "s"}), 0) == (
+    assert asker.lookups.look_up(SimpleNamespace(**vars(R) | {"request_id": "s"}), 0) == (
         None if answer[0] is None else Offer(0, 32, True)
     )
 
@@ -365,21 +365,21 @@ def test_open_lookup_is_asked_the_same_until_answered_then_given_no_tokens() -> 
         get_num_new_matched_tokens=lookup,
         update_state_after_alloc=lambda request, *given: calls.append((request.request_id, *given)),
     )
-    children = [Child(0, "0", SimpleNamespace(), Recorder(2)), Child(1, "1", connector, Recorder(2))]
+    connectors = [SubConnector(0, "0", SimpleNamespace(), Recorder(2)), SubConnector(1, "1", connector, Recorder(2))]
     answered: list[Any] = []
-    lookups = OpenLookups(children, [Visibility(), Visibility()], lambda *answer: answered.append(answer))
+    lookups = OpenLookups(connectors, [Visibility(), Visibility()], lambda *answer: answered.append(answer))
     for request_id in answers:
         lookups.leave_open(SimpleNamespace(request_id=request_id), "blocks", 48, {1})
     for _ in range(2):
-        lookups.forget("ended")
-    assert [lookups.has(child, "r") for child in (0, 1)] == [False, True]
-    lookups.poll(lambda child: child == 1)
+        lookups.discard("ended")
+    assert [lookups.has(index, "r") for index in (0, 1)] == [False, True]
+    lookups.poll(lambda index: index == 1)
     assert calls == []
     for _ in range(2):
-        lookups.poll(lambda child: False)
+        lookups.poll(lambda index: False)
     answers["r"] = KV
     for _ in range(2):
-        lookups.poll(lambda child: False)
+        lookups.poll(lambda index: False)
     assert calls == [("r", 48)] * 3 + [("r", "blocks", 0)]
     assert answered == [("r", 1, KV[0])]
     assert lookups._open == {}
@@ -426,12 +426,12 @@ def test_an_answer_that_vllm_ignores_is_no_hit_no_offer_and_nobody_waits_for_it(
     rig.add("r", max_tokens=4).skip_reading_prefix_cache = True
     rig.run(2)
     assert rig.status("r") == "RUNNING"
-    assert not any(map(len, rig.connector._side.offers._waited_for))
+    assert not any(map(len, rig.connector._side.lookups._awaited))
     rig.run(4)
-    for child in range(2):
-        found = {outcome: counted(rig, "kvobs_lookups_total", child, outcome) for outcome in OUTCOMES}
+    for index in range(2):
+        found = {outcome: counted(rig, "kvobs_lookups_total", index, outcome) for outcome in OUTCOMES}
         assert found == dict.fromkeys(OUTCOMES, 0) | {"not_read": 1}
-        assert counted(rig, "kvobs_offered_tokens_total", child) == 0
+        assert counted(rig, "kvobs_offered_tokens_total", index) == 0
     assert_nothing_is_left(rig)
 
 

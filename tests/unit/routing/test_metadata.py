@@ -36,7 +36,7 @@ def test_metadata_survives_a_process_hop() -> None:
     assert arrived.orders.loads["r"].blocks == ((3, 4), ())
 
 
-def test_worker_metadata_merges_childrens_by_their_rule_and_keeps_all_reports() -> None:
+def test_worker_metadata_merges_connectors_by_their_rule_and_keeps_all_reports() -> None:
     reports = [Report(rank, ReportKind.RECEIVED, "r", 0, rank) for rank in range(3)]
     ranks = [
         MultiKVConnectorWorkerMetadata(metadata=(Tally(1), None, None), reports=reports[:1]),
@@ -51,7 +51,7 @@ def test_worker_metadata_merges_childrens_by_their_rule_and_keeps_all_reports() 
     assert merged.reports == reports
 
 
-def test_ranks_with_other_children_are_refused_with_the_reason() -> None:
+def test_ranks_with_other_connectors_are_refused_with_the_reason() -> None:
     one, two = MultiKVConnectorWorkerMetadata(metadata=(None,)), MultiKVConnectorWorkerMetadata(metadata=(None, None))
     with pytest.raises(TypeError, match="all ranks must run the same"):
         one.aggregate(two)
@@ -60,7 +60,7 @@ def test_ranks_with_other_children_are_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
-def test_metadata_of_too_few_or_many_children_is_refused_by_number(parts: int) -> None:
+def test_metadata_of_too_few_or_many_connectors_is_refused_by_number(parts: int) -> None:
     """With one rank nothing is aggregated, and nothing has compared them."""
     with pytest.raises(TypeError, match=f"{parts} connectors reached kvobs, which has 2"):
         checked(MultiKVConnectorWorkerMetadata((None,) * parts), 2, 2)
@@ -70,16 +70,16 @@ RECEIVED: Any = ReportKind.RECEIVED
 
 
 @pytest.mark.parametrize(
-    ("rank", "kind", "child"),
+    ("rank", "kind", "index"),
     [
         *((rank, RECEIVED, 0) for rank in (2, -1, 10**6)),
         *((0, kind, 0) for kind in (0, 7, None)),
-        *((0, kind, child) for kind in (RECEIVED, ReportKind.SAVED, ReportKind.SYNC_FAILED) for child in (-1, 2)),
+        *((0, kind, index) for kind in (RECEIVED, ReportKind.SAVED, ReportKind.SYNC_FAILED) for index in (-1, 2)),
     ],
 )
-def test_a_report_that_no_worker_of_this_engine_can_make_is_refused(rank: int, kind: Any, child: int) -> None:
+def test_a_report_that_no_worker_of_this_engine_can_make_is_refused(rank: int, kind: Any, index: int) -> None:
     """Early, a load's blocks would be read before they are filled."""
-    reports = [Report(0, RECEIVED, "r", 0, 1), Report(rank, kind, "r", child, 1)]
+    reports = [Report(0, RECEIVED, "r", 0, 1), Report(rank, kind, "r", index, 1)]
     with pytest.raises(
         ValueError, match="a worker's report can't belong to this engine: .* connectors 0 to 1, ranks 0 to"
     ):
@@ -88,7 +88,7 @@ def test_a_report_that_no_worker_of_this_engine_can_make_is_refused(rank: int, k
     assert checked(meta, 2, 2) is meta
 
 
-def test_events_of_ranks_merge_by_each_childs_own_rule() -> None:
+def test_events_of_ranks_merge_by_each_connectors_own_rule() -> None:
     """Through the calls that vLLM's aggregator makes."""
     ranks: list[Any] = [MultiKVEvents({0: Events("x", "y")}), MultiKVEvents({0: Events("x"), 2: Events("z")})]
     merged, other = ranks
@@ -98,10 +98,10 @@ def test_events_of_ranks_merge_by_each_childs_own_rule() -> None:
     merged.increment_workers(1)
     assert merged.get_number_of_workers() == 2
     merged.aggregate()
-    assert merged.by_child[0].get_all_events() == ["x"]
-    assert merged.by_child[2].get_all_events() == ["z"]
+    assert merged.by_index[0].get_all_events() == ["x"]
+    assert merged.by_index[2].get_all_events() == ["z"]
     merged.clear_events()
-    assert [events.get_all_events() for events in merged.by_child.values()] == [[], []]
+    assert [events.get_all_events() for events in merged.by_index.values()] == [[], []]
     assert MultiKVEvents({}).get_number_of_workers() == 0
 
 
@@ -120,7 +120,7 @@ def isolating(*parts: Any) -> MultiKVConnectorMetadata:
     return IsolatingMetadata(metadata=parts, isolated=Isolated(states, {}))
 
 
-def test_an_isolated_childs_part_is_lost_alone() -> None:
+def test_an_isolated_connectors_part_is_lost_alone() -> None:
     sent: Any = sent_over(isolating(LOCK, Tally(1)))
     assert (sent.metadata[0], sent.metadata[1].n, sent.lost) == (None, 1, {0})
     whole: Any = sent_over(isolating(Tally(2), None))
@@ -134,7 +134,7 @@ def sent_over(message: Any) -> Any:
 
 
 @pytest.mark.parametrize("is_lost_before", [True, False])
-def test_an_isolated_childs_worker_metadata_is_lost_alone(is_lost_before: bool) -> None:
+def test_an_isolated_connectors_worker_metadata_is_lost_alone(is_lost_before: bool) -> None:
     def of(mine: Any, theirs: int) -> MultiKVConnectorWorkerMetadata:
         parts = (mine, Tally(theirs))
         return MultiKVConnectorWorkerMetadata(parts, isolated=frozenset({0}))
@@ -145,7 +145,7 @@ def test_an_isolated_childs_worker_metadata_is_lost_alone(is_lost_before: bool) 
     assert is_lost_before or merged.metadata[0] is None
 
 
-def test_another_childs_worker_metadata_ends_the_merge_as_in_vllm() -> None:
+def test_another_connectors_worker_metadata_ends_the_merge_as_in_vllm() -> None:
     parts = (Tally(1), Clashing(1))
     one, two = (MultiKVConnectorWorkerMetadata(parts, isolated=frozenset({0})) for _ in range(2))
     with pytest.raises(ArithmeticError):
@@ -158,7 +158,7 @@ class ClashingEvents(Events):
 
 
 @pytest.mark.parametrize("add", ["add_events", "add_of_same_rank"])
-def test_an_isolated_childs_events_are_lost_alone(add: str) -> None:
+def test_an_isolated_connectors_events_are_lost_alone(add: str) -> None:
     def of() -> MultiKVEvents:
         made: Any = {0: ClashingEvents("a"), 1: Events("b")}
         return sent_over(MultiKVEvents(made, frozenset({0})))
@@ -166,7 +166,7 @@ def test_an_isolated_childs_events_are_lost_alone(add: str) -> None:
     one, two = of(), of()
     for _ in range(2):  # once lost, it stays so
         getattr(one, add)(two.get_all_events() if add == "add_events" else two)
-    left: Any = one.by_child
+    left: Any = one.by_index
     assert (one.lost, list(left), left[1].events) == ({0}, [1], ["b", "b", "b"])
     assert one.get_all_events()[-1] == (0, None)
     further = of()
@@ -174,7 +174,7 @@ def test_an_isolated_childs_events_are_lost_alone(add: str) -> None:
     assert further.lost == {0}
 
 
-def test_another_childs_events_end_the_merge_as_in_vllm() -> None:
+def test_another_connectors_events_end_the_merge_as_in_vllm() -> None:
     made: Any = [MultiKVEvents({0: ClashingEvents("a")}, frozenset({1})) for _ in range(2)]
     with pytest.raises(ArithmeticError):
         made[0].add_events(made[1].get_all_events())
@@ -183,4 +183,4 @@ def test_another_childs_events_end_the_merge_as_in_vllm() -> None:
 def test_an_event_container_that_can_not_be_pickled_is_lost() -> None:
     made: Any = MultiKVEvents({0: LOCK, 1: Events("b")}, frozenset({0}))
     sent = sent_over(made)
-    assert (sent.lost, list(sent.by_child)) == ({0}, [1])
+    assert (sent.lost, list(sent.by_index)) == ({0}, [1])

@@ -4,7 +4,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.testing import BLOCK, ROUTERS, Rig, Script, transfer_config
-from tests.support.rig import assert_nothing_is_left, child_config, counted, started
+from tests.support.rig import assert_nothing_is_left, counted, entry_for, started
 
 KV = (2 * BLOCK, True)  # an offer of two blocks, loaded in the background
 
@@ -12,7 +12,9 @@ both = pytest.mark.parametrize("router", list(ROUTERS))
 
 
 @both
-def test_r2_one_child_loads_and_the_others_get_the_same_blocks_and_no_tokens(router: str, a: Script, b: Script) -> None:
+def test_r2_one_connector_loads_and_the_others_get_the_same_blocks_and_no_tokens(
+    router: str, a: Script, b: Script
+) -> None:
     b.offers["r"] = KV
     started(router, a, b)
     ((_, tokens_a, blocks_a),) = a.called("update_state_after_alloc")
@@ -21,7 +23,7 @@ def test_r2_one_child_loads_and_the_others_get_the_same_blocks_and_no_tokens(rou
 
 
 @both
-def test_r4_the_end_delays_if_any_child_does_and_merges_params(router: str, a: Script, b: Script) -> None:
+def test_r4_the_end_delays_if_any_connector_does_and_merges_params(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
     a.params["r"], b.params["r"] = {"x": 1}, {"y": 2}
     b.promises.add("r")
@@ -53,10 +55,10 @@ def test_r6_capabilities_combine_by_all_and_by_any(router: str, a: Script, b: Sc
     b.answers["has_pending_block_frees"] = True
     assert rig.connector.has_pending_block_frees() is True
     example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    cls = KVConnectorFactory.get_connector_class(transfer_config(router, [child_config(a)]))
-    assert cls.all_children_support_hma(transfer_config(router, [child_config(a)])) is True
-    assert cls.all_children_support_hma(transfer_config(router, [child_config(a), example])) is False
-    assert cls.requires_piecewise_for_cudagraph({"connectors": [child_config(a)]}) is False
+    cls = KVConnectorFactory.get_connector_class(transfer_config(router, [entry_for(a)]))
+    assert cls.all_children_support_hma(transfer_config(router, [entry_for(a)])) is True
+    assert cls.all_children_support_hma(transfer_config(router, [entry_for(a), example])) is False
+    assert cls.requires_piecewise_for_cudagraph({"connectors": [entry_for(a)]}) is False
 
 
 @both
@@ -71,7 +73,7 @@ def test_r7_at_most_one_memory_pool(router: str, a: Script, b: Script) -> None:
 
 
 @both
-def test_r8_reset_reaches_every_child_after_a_no(router: str, a: Script, b: Script) -> None:
+def test_r8_reset_reaches_every_connector_after_a_no(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
     a.answers["reset_cache"] = False
     assert rig.connector.reset_cache() is False
@@ -81,7 +83,7 @@ def test_r8_reset_reaches_every_child_after_a_no(router: str, a: Script, b: Scri
 
 
 @both
-def test_r8_shutdown_reaches_every_child_after_one_raised(router: str, a: Script, b: Script) -> None:
+def test_r8_shutdown_reaches_every_connector_after_one_raised(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
     a.raises["shutdown"] = OSError("a is stuck")
     with pytest.raises(OSError, match="a is stuck"):

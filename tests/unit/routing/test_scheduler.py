@@ -63,17 +63,17 @@ def test_whatever_workers_report(steps: list[list[Report]], lag: int) -> None:
     faults.take()
 
 
-def test_where_a_hit_comes_from_says_the_child_that_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_hit_comes_from_says_the_connector_that_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the lookup, and without a hit, it is what vLLM says of any connector."""
     a, b = Script("a"), Script("b")
     b.offers["r"] = (2 * BLOCK, True)
     rig = Rig("kvobs", a, b)
-    for child in rig.connector._side.children:
+    for connector in rig.connector._side.connectors:
         monkeypatch.setattr(
-            child, "get_external_cache_hit_sources", lambda request, tokens, name=child.name: {name: tokens}
+            connector, "get_external_cache_hit_sources", lambda request, tokens, name=connector.name: {name: tokens}
         )
     request = rig.add("r")
-    names = [child.name for child in rig.connector._side.children]
+    names = [connector.name for connector in rig.connector._side.connectors]
     unchosen = rig.connector.get_external_cache_hit_sources(request, 32)
     assert sum(unchosen.values()) == 32
     assert not set(unchosen) & set(names)
@@ -85,9 +85,9 @@ def test_where_a_hit_comes_from_says_the_child_that_loads_it(monkeypatch: pytest
         rig.step()
 
 
-def hit_tokens(rig: Rig, child: int) -> dict[str, int]:
+def hit_tokens(rig: Rig, index: int) -> dict[str, int]:
     sources = signals.HIT_TOKENS.labels["source"]
-    return {name: n for name in sources if (n := counted(rig, signals.HIT_TOKENS.name, child, name))}
+    return {name: n for name in sources if (n := counted(rig, signals.HIT_TOKENS.name, index, name))}
 
 
 @pytest.mark.skipif("get_external_cache_hit_sources" not in versions.hooks(), reason="since vLLM 0.33")
@@ -101,7 +101,7 @@ def test_the_tiers_of_a_load_are_counted_once_by_the_connector_that_loads(
     b.offers["r"] = (2 * BLOCK, is_async)
     rig = Rig("kvobs", a, b)
     tiers = {CacheHitSource.HOST: 20, CacheHitSource.DISK: 12}
-    monkeypatch.setattr(rig.connector._side.children[1], "get_external_cache_hit_sources", lambda *_: tiers)
+    monkeypatch.setattr(rig.connector._side.connectors[1], "get_external_cache_hit_sources", lambda *_: tiers)
     rig.add("r", max_tokens=9)
     rig.run(2)
     b.say(0, received="r")
@@ -118,7 +118,7 @@ def test_the_tiers_of_a_load_are_counted_once_by_the_connector_that_loads(
 def test_tiers_that_nobody_knows_or_that_do_not_add_up_are_unspecified(tiers: dict[str, int]) -> None:
     recorder = Recorder(1)
     OfferCounts(recorder, [1]).sourced(0, 32, tiers)
-    assert counts(recorder) == {signals.place(0, signals.slot(signals.HIT_TOKENS, "unspecified")): 32}
+    assert counts(recorder) == {signals.word(0, signals.slot(signals.HIT_TOKENS, "unspecified")): 32}
 
 
 def test_the_end_of_a_request_that_nobody_saves_makes_no_orders(a: Script) -> None:
@@ -149,16 +149,16 @@ class Announced(Observer):
             case "admitted", (load,):
                 assert load.blocks
                 assert load.size > 0
-                details = (load.child, load.tokens, load.local_tokens, load.rest_tokens)
+                details = (load.connector_index, load.tokens, load.local_tokens, load.rest_tokens)
             case "load_ended" | "aborted", (load,):
-                details = (load.child, load.outcome, *more.values())
+                details = (load.connector_index, load.outcome, *more.values())
             case "sync_loads_failed", (loads,):
                 details = ([load.outcome for load in loads],)
             case "promised", _:
                 details = tuple(map(sorted, details))
-            case "saved", (child, save, ended_ns):
+            case "saved", (index, save, ended_ns):
                 assert ended_ns >= save.promised_ns > 0
-                details = (child, save.outcome)
+                details = (index, save.outcome)
         self.events.setdefault(request_id, []).append((event, *details))
 
 
@@ -223,25 +223,25 @@ def test_failed_sync_load_is_announced_when_it_has_ended(a: Script, b: Script) -
 
 
 @pytest.mark.parametrize("hook", ["can_load_prefix_replay_checkpoint", "consume_prefix_replay_checkpoint"])
-@pytest.mark.parametrize("isolate", [[], ["two"]])
+@pytest.mark.parametrize("best_effort", [[], ["two"]])
 def test_a_prefix_replay_is_the_chosen_connectors(
-    hook: str, isolate: list[str], monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+    hook: str, best_effort: list[str], monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     """vLLM's main branch asks between lookup and allocation, and after the receipt; 0.33 does not have these hooks."""
     asked: list[Any] = []
 
     def answer(self: ScriptedConnector, request: Any, *tokens: int) -> bool:
         asked.append((self.script.tag, request.request_id, *tokens))
-        if isolate:
+        if best_effort:
             raise OSError("no store")
         return True
 
     monkeypatch.setattr(KVConnectorBase_V1, hook, lambda self, request, *tokens: False, raising=False)
     monkeypatch.setattr(ScriptedConnector, hook, answer, raising=False)
     b.offers["r"] = (2 * BLOCK, True)
-    rig = Rig("kvobs", a, b, kvobs={"names": ["one", "two"], "isolate": isolate})
+    rig = Rig("kvobs", a, b, kvobs={"names": ["one", "two"], "best_effort": best_effort})
     request = rig.add("r")
     assert getattr(rig.connector, hook)(request, 0, 32) is False, "nothing is chosen"
     rig.step()
-    assert bool(getattr(rig.connector, hook)(request, 0, 32)) is (not isolate)
+    assert bool(getattr(rig.connector, hook)(request, 0, 32)) is (not best_effort)
     assert asked == [("b", "r", 0, 32)]

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvobs.connectors.configured import read_specs
 from kvobs.testing import BLOCK, Rig, Script, engine_config, transfer_config
-from tests.support.rig import Blocks, assert_gone_after, assert_nothing_is_left, child_config, counted, started
+from tests.support.rig import Blocks, assert_gone_after, assert_nothing_is_left, counted, entry_for, started
 from tests.support.scripted import Events, Handshake, Stats
 from tests.support.stock import wrong_in_stock
 
@@ -28,7 +28,7 @@ def build_prom(router: str, registry: CollectorRegistry, *connectors: dict[str, 
     return cls.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["tiny", "0"]})
 
 
-@wrong_in_stock(AssertionError, "unions all children's reports: the scheduler asserts, or resumes too early")
+@wrong_in_stock(AssertionError, "unions all connectors' reports: the scheduler asserts, or resumes too early")
 def test_w1_only_the_owners_report_of_a_load_counts(router: str, a: Script, b: Script) -> None:
     a.offers["r"] = KV
     rig = started(router, a, b, ranks=2)
@@ -44,7 +44,7 @@ def test_w1_only_the_owners_report_of_a_load_counts(router: str, a: Script, b: S
     rig.run(3)
     assert rig.status("r") == "gone"
     if router == "kvobs":
-        assert counted(rig, "kvobs_stray_reports_total", 1, "load") == 4
+        assert counted(rig, "kvobs_unexpected_reports_total", 1, "load") == 4
         assert_nothing_is_left(rig)
 
 
@@ -63,7 +63,7 @@ def test_w2_a_failure_of_another_connector_is_no_receipt(router: str, a: Script,
         computed = max(computed, rig.scheduled.num_scheduled_tokens.get("r", 0))
     assert computed > 2 * BLOCK
     assert counted(rig, "kvobs_loads_total", 0, "async", "failed") == 1
-    assert counted(rig, "kvobs_stray_reports_total", 1, "failure") == 1
+    assert counted(rig, "kvobs_unexpected_reports_total", 1, "failure") == 1
     assert_nothing_is_left(rig)
 
 
@@ -74,8 +74,8 @@ def test_w3_policy_longest_takes_the_longest_offer(router: str, a: Script, b: Sc
     assert b.called("update_state_after_alloc")[0][1] == 3 * BLOCK
 
 
-@wrong_in_stock(AssertionError, "one child's 'not yet' hides an earlier child's ready hit")
-def test_w4_a_hit_needs_no_answer_from_later_children(router: str, a: Script, b: Script) -> None:
+@wrong_in_stock(AssertionError, "one connector's 'not yet' hides an earlier connector's ready hit")
+def test_w4_a_hit_needs_no_answer_from_later_connectors(router: str, a: Script, b: Script) -> None:
     a.offers["r"], b.offers["r"] = KV, (None, False)
     assert started(router, a, b, kvobs={"wait_for": "earlier"}).status("r") == "WAITING_FOR_REMOTE_KVS"
 
@@ -92,8 +92,8 @@ def test_w4_by_default_every_answer_is_waited_for_as_in_stock(router: str, a: Sc
     assert [tokens for _, tokens, _ in b.called("update_state_after_alloc")] == [0]
 
 
-@wrong_in_stock(AssertionError, "waits for a slow child without end")
-def test_w4_a_slow_child_is_waited_for_only_so_long(router: str, a: Script, b: Script) -> None:
+@wrong_in_stock(AssertionError, "waits for a slow connector without end")
+def test_w4_a_slow_connector_is_waited_for_only_so_long(router: str, a: Script, b: Script) -> None:
     a.offers["r"], b.offers["r"] = (None, False), KV
     rig = started(router, a, b, kvobs={"lookup_timeout_ms": 0.001}, steps=2)
     assert [tokens for _, tokens, _ in b.called("update_state_after_alloc")] == [2 * BLOCK]
@@ -114,15 +114,15 @@ def test_w5_a_stale_choice_does_not_load(router: str, a: Script, b: Script) -> N
 
 
 @wrong_in_stock(ValueError, "rebuilds stats through the registry of names: engine dead at the first transfer")
-def test_w6_stats_of_a_child_loaded_by_module_path_are_rebuilt(router: str, a: Script, b: Script) -> None:
-    rig = Rig(router, connectors=[child_config(a, "SummedConnector"), child_config(b)])
+def test_w6_stats_of_a_connector_loaded_by_module_path_are_rebuilt(router: str, a: Script, b: Script) -> None:
+    rig = Rig(router, connectors=[entry_for(a, "SummedConnector"), entry_for(b)])
     a.stats.append(Stats(data={"n": 3}))
     rig.step()
     assert type(rig.connector).build_kv_connector_stats(rig.stats[-1])["SummedConnector"].to_dict() == {"n": 3}
 
 
-@wrong_in_stock(AssertionError, "keys stats by class: children of one class are merged")
-def test_w7_children_of_one_class_keep_their_own_stats(router: str, a: Script, b: Script) -> None:
+@wrong_in_stock(AssertionError, "keys stats by class: connectors of one class are merged")
+def test_w7_connectors_of_one_class_keep_their_own_stats(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
     a.stats.append(Stats(data={"n": 3}))
     b.stats.append(Stats(data={"n": 4}))
@@ -136,21 +136,21 @@ def test_w7_children_of_one_class_keep_their_own_stats(router: str, a: Script, b
 @wrong_in_stock(ValueError, "two classes that share a metrics class register the same names twice: no start")
 def test_w8_a_metric_family_is_registered_once(router: str, a: Script, b: Script) -> None:
     registry = CollectorRegistry()
-    build_prom(router, registry, child_config(a, "MeteredConnector"), child_config(b, "OtherMeteredConnector"))
+    build_prom(router, registry, entry_for(a, "MeteredConnector"), entry_for(b, "OtherMeteredConnector"))
     (family,) = [f for f in registry.collect() if f.name == "scripted_things"]
     assert family.documentation == "things"
 
 
-@wrong_in_stock(AssertionError, "a child that has stats and no metrics ends the API server (0.32)")
-def test_w8_a_child_without_metrics_is_skipped(router: str, a: Script, b: Script) -> None:
-    metrics = build_prom(router, CollectorRegistry(), child_config(a), child_config(b, "MeteredConnector"))
+@wrong_in_stock(AssertionError, "a connector that has stats and no metrics ends the API server (0.32)")
+def test_w8_a_connector_without_metrics_is_skipped(router: str, a: Script, b: Script) -> None:
+    metrics = build_prom(router, CollectorRegistry(), entry_for(a), entry_for(b, "MeteredConnector"))
     metrics.observe({"ScriptedConnector": {"n": 1}, "MeteredConnector": {"n": 2}})
 
 
 def test_w7_w8_series_differ_by_the_connector_label(a: Script, b: Script) -> None:
     """Stock has no such label."""
     registry = CollectorRegistry()
-    metrics = build_prom("kvobs", registry, child_config(a, "MeteredConnector"), child_config(b, "MeteredConnector"))
+    metrics = build_prom("kvobs", registry, entry_for(a, "MeteredConnector"), entry_for(b, "MeteredConnector"))
     metrics.observe({"MeteredConnector": {"n": 1}, "MeteredConnector-2": {"n": 2}}, 0)
     values = [
         registry.get_sample_value("scripted_things_total", {"model_name": "tiny", "engine": "0", "connector": name})
@@ -160,9 +160,9 @@ def test_w7_w8_series_differ_by_the_connector_label(a: Script, b: Script) -> Non
 
 
 @wrong_in_stock(TypeError, "passes engine_id twice")
-def test_w9_a_child_may_have_its_own_engine_id(router: str, a: Script, b: Script) -> None:
-    rig = Rig(router, connectors=[child_config(a, engine_id="mine"), child_config(b)])
-    ids = [child._kv_transfer_config.engine_id for child in rig.connector._connectors]
+def test_w9_a_connector_may_have_its_own_engine_id(router: str, a: Script, b: Script) -> None:
+    rig = Rig(router, connectors=[entry_for(a, engine_id="mine"), entry_for(b)])
+    ids = [connector._kv_transfer_config.engine_id for connector in rig.connector._connectors]
     assert ids[0] == "mine"
     assert ids[1] == rig.scheduler.vllm_config.kv_transfer_config.engine_id
 
@@ -170,13 +170,13 @@ def test_w9_a_child_may_have_its_own_engine_id(router: str, a: Script, b: Script
 def test_w9_the_data_parallel_suffix_is_added_once(a: Script, b: Script) -> None:
     """Stock can't be asked: it has failed before."""
     parent = transfer_config(
-        "kvobs", [child_config(a, engine_id="mine"), child_config(b, engine_id="x_dp1")], engine_id="engine_dp1"
+        "kvobs", [entry_for(a, engine_id="mine"), entry_for(b, engine_id="x_dp1")], engine_id="engine_dp1"
     )
     assert [spec.transfer_config.engine_id for spec in read_specs(parent)] == ["mine_dp1", "x_dp1"]
 
 
-@wrong_in_stock(AssertionError, "keeps the first child's handshake, and broadcasts it to all")
-def test_w10_each_child_gets_its_own_handshake_back(router: str, a: Script, b: Script) -> None:
+@wrong_in_stock(AssertionError, "keeps the first connector's handshake, and broadcasts it to all")
+def test_w10_each_connector_gets_its_own_handshake_back(router: str, a: Script, b: Script) -> None:
     a.handshake, b.handshake = Handshake("a"), Handshake("b")
     Rig(router, a, b, ranks=2)
     for script in (a, b):
@@ -184,9 +184,9 @@ def test_w10_each_child_gets_its_own_handshake_back(router: str, a: Script, b: S
         assert got == {0: Handshake(script.tag), 1: Handshake(script.tag)}
 
 
-@wrong_in_stock(ValueError, "broadcasts: a child that never shakes hands refuses pp_rank > 0")
-def test_w10_pipeline_parallel_works_beside_a_child_without_handshake(router: str, a: Script, b: Script) -> None:
-    rig = Rig(router, connectors=[child_config(a, "PipelineAwareConnector"), child_config(b)])
+@wrong_in_stock(ValueError, "broadcasts: a connector that never shakes hands refuses pp_rank > 0")
+def test_w10_pipeline_parallel_works_beside_a_connector_without_handshake(router: str, a: Script, b: Script) -> None:
+    rig = Rig(router, connectors=[entry_for(a, "PipelineAwareConnector"), entry_for(b)])
     a.handshake = Handshake("a")
     a.calls.clear()
     b.calls.clear()
@@ -196,15 +196,15 @@ def test_w10_pipeline_parallel_works_beside_a_child_without_handshake(router: st
     assert b.called("set_xfer_handshake_metadata") == [{}]
 
 
-@wrong_in_stock(AssertionError, "None from one child hides the other's count: the request is never released")
-def test_w11_a_child_that_reports_on_one_rank_completes(router: str, a: Script, b: Script) -> None:
+@wrong_in_stock(AssertionError, "None from one connector hides the other's count: the request is never released")
+def test_w11_a_connector_that_reports_on_one_rank_completes(router: str, a: Script, b: Script) -> None:
     b.finished_count = 1
     b.promises.add("r")
     assert_gone_after(started(router, a, b, ranks=2, steps=3), b, 2, saved="r")
 
 
 @wrong_in_stock(ValueError, "unequal finished counts raise at start")
-def test_w11_children_may_state_different_counts(router: str, a: Script, b: Script) -> None:
+def test_w11_connectors_may_state_different_counts(router: str, a: Script, b: Script) -> None:
     a.finished_count, b.finished_count = 2, 1
     a.offers["r"] = KV
     b.promises.add("r")
@@ -230,8 +230,8 @@ def test_w11_a_count_above_the_number_of_ranks_is_theirs(router: str, a: Script)
         assert_nothing_is_left(rig)
 
 
-@wrong_in_stock(AssertionError, "any child's report counts down another's promise")
-def test_w12_only_the_promising_childs_report_releases(router: str, a: Script, b: Script) -> None:
+@wrong_in_stock(AssertionError, "any connector's report counts down another's promise")
+def test_w12_only_the_promising_connectors_report_releases(router: str, a: Script, b: Script) -> None:
     a.promises.add("r")
     rig = started(router, a, b, steps=3)
     b.say(0, saved="r")
@@ -275,7 +275,7 @@ def test_w12_a_running_request_survives_an_early_report(router: str, a: Script, 
 
 
 @wrong_in_stock(AssertionError, "never collects the workers' KV cache events")
-def test_w13_kv_cache_events_reach_the_child_that_made_them(router: str, a: Script, b: Script) -> None:
+def test_w13_kv_cache_events_reach_the_connector_that_made_them(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b, ranks=2)
     b.events = {0: Events("x"), 1: Events("x", "y")}
     rig.step()
@@ -310,7 +310,7 @@ def test_w16_with_several_groups_the_load_fails_and_is_recomputed(
 
 
 def test_w17_offers_that_nobody_claimed_are_counted(a: Script, b: Script) -> None:
-    """Stock counts nothing: a hand-off that waits for an unchosen decode child is invisible there."""
+    """Stock counts nothing: a hand-off that waits for an unchosen decode connector is invisible there."""
     a.offers["r"], b.offers["r"] = KV, KV
     rig = Rig("kvobs", a, b)
     rig.add("r", do_remote_prefill=True)
@@ -330,8 +330,10 @@ def test_w18_a_clash_names_both_owners_and_the_key(router: str, a: Script, b: Sc
 
 
 @wrong_in_stock(AssertionError, "says nothing")
-def test_w19_a_childs_own_failure_policy_is_warned_of(router: str, a: Script, caplog: pytest.LogCaptureFixture) -> None:
-    Rig(router, connectors=[child_config(a, kv_load_failure_policy="fail")])
+def test_w19_a_connectors_own_failure_policy_is_warned_of(
+    router: str, a: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    Rig(router, connectors=[entry_for(a, kv_load_failure_policy="fail")])
     warnings = [r.getMessage() for r in caplog.records if "kv_load_failure_policy" in r.getMessage()]
     assert any("connectors[0]" in w and "recompute" in w and "no effect" in w for w in warnings)
 
@@ -362,7 +364,7 @@ def test_w20_an_abort_during_a_load_with_a_promised_save_completes_once(
         assert counted(rig, "kvobs_loads_total", 0, "async", "aborted") == 1
         assert counted(rig, "kvobs_loads_total", 0, "async", "ok") == 0
         assert counted(rig, "kvobs_saves_total", int(saves is b), "ok") == 1
-        assert counted(rig, "kvobs_stray_reports_total", 0, "save") == 0
+        assert counted(rig, "kvobs_unexpected_reports_total", 0, "save") == 0
         assert_nothing_is_left(rig)
 
 
@@ -389,8 +391,8 @@ def test_w21_a_failed_sync_load_names_the_siblings_that_may_have_saved_it(
     assert counted(rig, "kvobs_failed_sync_loads_total", 0) == 1
 
 
-@wrong_in_stock(RuntimeError, "shows every child the stats of all: one that refuses stats of another class ends it")
-def test_w22_each_child_is_shown_its_own_stats(router: str, a: Script, b: Script) -> None:
+@wrong_in_stock(RuntimeError, "shows every connector the stats of all: one that refuses stats of another class ends it")
+def test_w22_each_connector_is_shown_its_own_stats(router: str, a: Script, b: Script) -> None:
     """SpoolCache raises at any other; SparkCache reads its own out of what it is shown."""
     found = []
 

@@ -1,4 +1,4 @@
-"""What a child is shown of a step holds exactly the requests that it may see, field by field; vLLM keeps all."""
+"""What a connector is shown of a step holds exactly the requests that it may see, field by field; vLLM keeps all."""
 
 import copy
 from dataclasses import dataclass, fields
@@ -174,7 +174,7 @@ def test_every_field_of_vllms_output_is_filtered_or_of_no_request() -> None:
 
 
 @given(steps(), st.sampled_from(sorted(OF_NO_REQUEST)))
-def test_fields_that_a_child_sets_on_its_view_reach_vllm(step: Step, name: str) -> None:
+def test_fields_that_a_connector_sets_on_its_view_reach_vllm(step: Step, name: str) -> None:
     """HiSparse sets ``has_sync_kv_loads``, MoRIIO replaces ``new_block_ids_to_zero``."""
     view, mine = copy.copy(step.output), object()
     view.num_scheduled_tokens, view.finished_req_ids = {}, set()
@@ -215,7 +215,7 @@ def output_with(finished: set[str]) -> SchedulerOutput:
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_hidden_request_is_hidden_to_its_end_and_forgotten_after(is_held: bool) -> None:
-    """Also where a sibling's save holds its blocks, and its release is shown to the children."""
+    """Also where a sibling's save holds its blocks, and its release is shown to the connectors."""
     visibility, live = Visibility(), {"r"}
     visibility.hidden.add("r")
     visibility.forget(set(), live)

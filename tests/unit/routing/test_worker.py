@@ -23,7 +23,7 @@ def side_of(rig: Rig, *loads: tuple[str, LoadOrder], failed: tuple[str, ...] = (
 
 def said(side: worker.WorkerSide) -> list[tuple[ReportKind, str, int]]:
     meta = side.build_connector_worker_meta()
-    return [] if meta is None else [(r.kind, r.request, r.child) for r in meta.reports]
+    return [] if meta is None else [(r.kind, r.request, r.connector_index) for r in meta.reports]
 
 
 @pytest.mark.parametrize("hook", ["get_transfer_results", "get_finished"])
@@ -39,7 +39,7 @@ def test_vllm_gets_ordered_failures_only(hook: str, a: Script, b: Script) -> Non
 
 
 def test_failures_of_several_connectors_are_returned_together(a: Script, b: Script) -> None:
-    loads = [(request, LoadOrder(child, True, ((1,),))) for request, child in (("p", 0), ("q", 1))]
+    loads = [(request, LoadOrder(index, True, ((1,),))) for request, index in (("p", 0), ("q", 1))]
     side = side_of(Rig("kvobs", a, b), *loads)
     a.say(0, failed="p")
     b.say(0, failed="q")
@@ -58,8 +58,8 @@ def test_the_failure_of_a_requests_second_load_is_returned_as_that_of_its_first(
 def test_before_030_vllm_asks_get_finished(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     side = side_of(Rig("kvobs", a, b))
     answers = {0: (None, {"r"}), 1: ({"s"}, None)}
-    for child in side.children:
-        monkeypatch.setattr(child, "get_finished", lambda ids, i=child.index: answers[i])
+    for connector in side.connectors:
+        monkeypatch.setattr(connector, "get_finished", lambda ids, i=connector.index: answers[i])
     monkeypatch.setattr(worker, "KVConnectorTransferResults", None)
     assert side.get_finished({"x"}) == (None, None)
     assert said(side) == [(ReportKind.RECEIVED, "r", 0), (ReportKind.SAVED, "s", 1)]
@@ -94,7 +94,7 @@ def test_sync_loads_are_reported_when_their_step_is_over(a: Script, b: Script) -
 def test_sync_loads_of_one_connector_divide_the_time_that_their_step_waited_for_it(a: Script, b: Script) -> None:
     """By their blocks; one without counts like one with a block. All of the time is divided."""
     blocks = {"r": (0, ((1,), ())), "s": (0, ((2, 3), (9,))), "t": (0, ()), "u": (1, ((4, 5),))}
-    side = side_of(Rig("kvobs", a, b), *((r, LoadOrder(child, False, ids)) for r, (child, ids) in blocks.items()))
+    side = side_of(Rig("kvobs", a, b), *((r, LoadOrder(index, False, ids)) for r, (index, ids) in blocks.items()))
     side._load_ns = {0: 1003, 1: 70}
     sent = side.build_connector_worker_meta()
     assert {one.request: one.spent_ns for one in sent.reports} == {"r": 200, "s": 602, "t": 201, "u": 70}
@@ -104,7 +104,7 @@ def test_sync_loads_of_one_connector_divide_the_time_that_their_step_waited_for_
 
 @pytest.mark.parametrize(
     ("groups", "passed_on", "kind"),
-    [(1, {4, 6}, ReportKind.HOLED), (2, set(), ReportKind.SPOILED)],
+    [(1, {4, 6}, ReportKind.BAD_BLOCKS), (2, set(), ReportKind.UNMAPPED_BAD_BLOCKS)],
     ids=["one group", "two groups"],
 )
 def test_bad_blocks_of_async_loads(
@@ -118,16 +118,16 @@ def test_bad_blocks_of_async_loads(
     assert "no open load" not in caplog.text
 
 
-@pytest.mark.parametrize("is_isolated", [False, True])
+@pytest.mark.parametrize("is_best_effort", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_bad_blocks_of_no_open_load_reach_vllm(
-    groups: int, is_isolated: bool, a: Script, b: Script, caplog: pytest.LogCaptureFixture
+    groups: int, is_best_effort: bool, a: Script, b: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With several groups vLLM raises then, which an isolated connector must not cause."""
-    options = {"isolate": ["ScriptedConnector"]} if is_isolated else None
+    options = {"best_effort": ["ScriptedConnector"]} if is_best_effort else None
     side = side_of(Rig("kvobs", a, b, groups=groups, kvobs=options), ("r", LoadOrder(1, True, ((4, 5),) * groups)))
     a.bad_blocks[0] = {9}
-    reach_vllm = groups == 1 or not is_isolated
+    reach_vllm = groups == 1 or not is_best_effort
     assert side.get_block_ids_with_load_errors() == ({9} if reach_vllm else set())
     assert said(side) == []
     outcome = "passed on to vLLM" if reach_vllm else "ignored, because vLLM would crash the engine"
@@ -138,7 +138,7 @@ def test_bad_blocks_of_no_open_load_reach_vllm(
 
 @pytest.mark.parametrize(
     ("groups", "passed_on", "kind"),
-    [(1, {4}, ReportKind.HOLED), (2, set(), ReportKind.SPOILED)],
+    [(1, {4}, ReportKind.BAD_BLOCKS), (2, set(), ReportKind.UNMAPPED_BAD_BLOCKS)],
     ids=["one group", "two groups"],
 )
 def test_bad_blocks_in_the_async_load_of_another_count(
@@ -160,7 +160,7 @@ def test_failures_in_the_sync_load_of_another_count(by_request: bool, a: Script,
         b.bad_blocks[0] = {4}
     assert side.get_transfer_results(set()).failed_recving == set(), "it is no load of its own"
     assert side.get_block_ids_with_load_errors() == ({4, 5} if by_request else {4})
-    blame = (ReportKind.FAILED if by_request else ReportKind.HOLED, "r", 1)
+    blame = (ReportKind.FAILED if by_request else ReportKind.BAD_BLOCKS, "r", 1)
     assert said(side) == [blame, (ReportKind.SYNC_FAILED, "r", 0), (ReportKind.SYNC_DONE, "s", 0)]
     assert side.get_block_ids_with_load_errors() == set(), "once"
 
@@ -175,7 +175,7 @@ def test_late_bad_blocks_of_a_sync_load_only_reach_vllm(a: Script, b: Script) ->
 
 
 def test_fields_of_a_newer_vllm_are_passed_on(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several children it is added up; of one it is as it was."""
+    """Of several connectors it is added up; of one it is as it was."""
 
     @dataclasses.dataclass
     class Newer(KVConnectorTransferResults):
@@ -203,13 +203,13 @@ def test_fields_of_a_newer_vllm_are_passed_on(a: Script, b: Script, monkeypatch:
         ([3], 3),
     ],
 )
-def test_values_on_which_children_disagree_are_nobodys(values: list[object], one: object) -> None:
+def test_values_on_which_connectors_disagree_are_nobodys(values: list[object], one: object) -> None:
     assert worker.agreed(values) == one
 
 
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_rank_forgets_what_it_never_reports_when_that_is_over(is_early: bool, a: Script, b: Script) -> None:
-    """A child may report on one rank for all: the others are passed its loads and saves, too."""
+    """A connector may report on one rank for all: the others are passed its loads and saves, too."""
     a.finished_count = 1
     a.offers["r"] = (2 * BLOCK, True)
     a.promises.add("r")
@@ -232,7 +232,7 @@ def test_last_begun_of_endless_transfers_are_known(a: Script, b: Script, monkeyp
 def test_a_report_has_the_times_of_its_order_and_end_and_how_long_that_took(
     word: str, is_load: bool, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each once: what a child reports again began at an unknown time."""
+    """Each once: what a connector reports again began at an unknown time."""
     side = side_of(Rig("kvobs", a, b))
     monkeypatch.setattr(worker, "wall_ns", lambda: 100)
     ordered = Orders(loads={"r": LOAD}) if is_load else Orders(promised=[(0, "r")])
@@ -256,7 +256,10 @@ def test_bad_blocks_do_not_end_a_load(a: Script, b: Script, monkeypatch: pytest.
     a.say(0, received="r")
     side.get_transfer_results(set())
     sent = side.build_connector_worker_meta()
-    assert [(one.kind, one.began_ns) for one in sent.reports] == [(ReportKind.HOLED, 0), (ReportKind.RECEIVED, 100)]
+    assert [(one.kind, one.began_ns) for one in sent.reports] == [
+        (ReportKind.BAD_BLOCKS, 0),
+        (ReportKind.RECEIVED, 100),
+    ]
 
 
 @pytest.mark.parametrize("had_one", [False, True])

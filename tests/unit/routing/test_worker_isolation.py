@@ -1,12 +1,12 @@
-"""What a worker leaves out of a step for an isolated child, and what it lets the scheduler know of its failures."""
+"""What a worker leaves out of a step for an isolated connector, and what it lets the scheduler know of its failures."""
 
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from kvobs.connectors.child import Child, Unbuilt
 from kvobs.connectors.gate import AT_ANY_TIME, Gate
+from kvobs.connectors.sub_connector import SubConnector, Unbuilt
 from kvobs.probe.recorder import Recorder
 from kvobs.routing.metadata import Isolated, LoadOrder, MultiKVConnectorMetadata, Orders
 from kvobs.routing.worker_isolation import WorkerGates
@@ -25,20 +25,20 @@ class Loader:
 
 
 class Worker:
-    """One worker with an isolated child, and one that is not."""
+    """One worker with an isolated connector, and one that is not."""
 
     def __init__(self, connector: Any = None) -> None:
         recorder = Recorder(2)
         self.gate = Gate(0, recorder)
         self.gates = WorkerGates([
-            Child(0, "best", connector or Loader(), recorder, gate=self.gate),
-            Child(1, "other", Loader(), recorder)
+            SubConnector(0, "best", connector or Loader(), recorder, gate=self.gate),
+            SubConnector(1, "other", Loader(), recorder)
         ])  # fmt: skip
 
     def begin(
         self, epoch: int, *, is_out: bool = False, own: Any = "metadata", sync: str = "", **loads: int
     ) -> MultiKVConnectorMetadata:
-        orders = {request: LoadOrder(child, True, ()) for request, child in loads.items()}
+        orders = {request: LoadOrder(index, True, ()) for request, index in loads.items()}
         if sync:
             orders[sync] = LoadOrder(0, False, ((1, 2),))
         meta = MultiKVConnectorMetadata(
@@ -85,7 +85,7 @@ def test_a_failure_is_reported_once_with_its_epoch_unless_the_scheduler_knows() 
 
 
 @pytest.mark.parametrize("is_built", [False, True])
-def test_a_child_without_metadata_is_left_out_of_the_step(is_built: bool) -> None:
+def test_a_connector_without_metadata_is_left_out_of_the_step(is_built: bool) -> None:
     """Its hooks assert without: none was built, or it could not be given."""
     worker = Worker()
     worker.begin(0, own="metadata" if is_built else None)
@@ -96,7 +96,7 @@ def test_a_child_without_metadata_is_left_out_of_the_step(is_built: bool) -> Non
     assert worker.gate.closed == OPEN
 
 
-def test_a_child_that_never_begins_has_nothing_that_could_fail_there() -> None:
+def test_a_connector_that_never_begins_has_nothing_that_could_fail_there() -> None:
     """Its ``start_load_kv`` is empty, so that kvobs does not call it."""
 
     class Elsewhere:
@@ -131,7 +131,7 @@ def test_connector_that_miscounts_its_saves_is_not_tried_again() -> None:
 
 def test_after_one_that_could_not_be_built_the_others_are_logged_by_their_names(caplog: Any) -> None:
     recorder = Recorder(2)
-    unbuilt = Child(0, "gone", object.__new__(Unbuilt), recorder, gate=Gate(0, recorder))
-    WorkerGates([unbuilt, Child(1, "good", Loader(), recorder, gate=(gate := Gate(1, recorder)))])
+    unbuilt = SubConnector(0, "gone", object.__new__(Unbuilt), recorder, gate=Gate(0, recorder))
+    WorkerGates([unbuilt, SubConnector(1, "good", Loader(), recorder, gate=(gate := Gate(1, recorder)))])
     gate.guard("wait_for_save", Mock(side_effect=OSError))()
     assert "isolated connector 'good' failed in wait_for_save" in caplog.text

@@ -104,10 +104,10 @@ def test_bad_connectors_and_options_that_are_no_object_are_named(extra: dict[str
         ({"lookup_timeout_ms": float("inf")}, "kvobs.lookup_timeout_ms: found inf, allowed: a finite number"),
         ({"wait_for": "some"}, "kvobs.wait_for: found 'some', allowed: 'all' or 'earlier'"),
         ({"wait_for": "earlier", "load_policy": "longest"}, "'earlier' with load_policy 'longest', which compares all"),
-        ({"report": "yes"}, "kvobs.report: found 'yes', allowed: true or false"),
-        ({"report": "always"}, "kvobs.report: found 'always', allowed: true or false"),
-        ({"report": 1}, "kvobs.report: found 1, allowed: true or false"),
-        ({"report": None}, "kvobs.report: found None, allowed: true or false"),
+        ({"request_report": "yes"}, "kvobs.request_report: found 'yes', allowed: true or false"),
+        ({"request_report": "always"}, "kvobs.request_report: found 'always', allowed: true or false"),
+        ({"request_report": 1}, "kvobs.request_report: found 1, allowed: true or false"),
+        ({"request_report": None}, "kvobs.request_report: found None, allowed: true or false"),
         ({"request_log": "log"}, "kvobs.request_log: found 'log', allowed: 'stderr', or an absolute path"),
         ({"request_log": "stdout"}, "kvobs.request_log: found 'stdout', allowed: 'stderr', or an absolute path"),
         ({"request_log": "/a\0"}, "kvobs.request_log: found '/a\\x00', allowed: 'stderr', or an absolute path"),
@@ -118,8 +118,8 @@ def test_bad_connectors_and_options_that_are_no_object_are_named(extra: dict[str
         ({"tracing": None}, "kvobs.tracing: found None, allowed: an object"),
         ({"slow_load_ms": None}, "kvobs.slow_load_ms: found None, allowed: a valid number"),
         ({"slow_load_ms": 0}, "kvobs.slow_load_ms: found 0, allowed: greater than 0"),
-        ({"isolate_slow_ms": 0}, "kvobs.isolate_slow_ms: found 0, allowed: greater than 0"),
-        ({"isolate": ["x"]}, "kvobs.isolate[0]: found 'x', allowed: "),
+        ({"best_effort_slow_ms": 0}, "kvobs.best_effort_slow_ms: found 0, allowed: greater than 0"),
+        ({"best_effort": ["x"]}, "kvobs.best_effort[0]: found 'x', allowed: "),
         (
             {"reset_after_failed_sync_load": ["x"]},
             "kvobs.reset_after_failed_sync_load: found ['x'], but this option is",
@@ -141,28 +141,51 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_all_mistakes_are_reported_at_once_and_valid_options_are_kept() -> None:
-    kvobs = {"tracing": {"level": "all", "x": 1}, "nmaes": [], "names": ["a", "a"], "isolate": ["a", "q"],
-             "min_tokens": {"z": 1, "a": 0}, "slow_call_ms": 0, "report": True}  # fmt: skip
+    kvobs = {"tracing": {"level": "all", "x": 1}, "nmaes": [], "names": ["a", "a"], "best_effort": ["a", "q"],
+             "min_tokens": {"z": 1, "a": 0}, "slow_call_ms": 0, "request_report": True}  # fmt: skip
     configuration, found = validate({"connectors": [*TWO, {}], "kvobs": kvobs})
     assert [mistake.path.removeprefix("kv_connector_extra_config.") for mistake in found] == [
         "connectors[2].kv_connector", "kvobs.min_tokens.a", "kvobs.slow_call_ms", "kvobs.tracing.level",
-        "kvobs.tracing.x", "kvobs.nmaes", "kvobs.names", "kvobs.isolate[1]", "kvobs.min_tokens.z",
+        "kvobs.tracing.x", "kvobs.nmaes", "kvobs.names", "kvobs.best_effort[1]", "kvobs.min_tokens.z",
     ]  # fmt: skip
     assert found[7].allowed == "'a', '2'"
-    assert configuration.options == Options(names=("a", "a"), isolate=("a", "q"), report=True)
+    assert configuration.options == Options(names=("a", "a"), best_effort=("a", "q"), request_report=True)
     assert configuration.names == (CPU, f"{CPU}-2", "2")
     assert str(ConfigError(found)).count("\n- ") == 9
     assert "\n" not in str(ConfigError(found[:1]))
 
 
 def test_an_option_that_is_gone_is_refused_with_what_to_do() -> None:
-    kvobs = {"reset_after_failed_sync_load": [], "isolate": [CPU]}
+    kvobs = {"reset_after_failed_sync_load": [], "best_effort": [CPU]}
     configuration, (found,) = validate({"connectors": TWO, "kvobs": kvobs})
     assert str(found).startswith(
         "kv_connector_extra_config.kvobs.reset_after_failed_sync_load: found [], but this option is gone. "
         "Fix: remove it. After a failed synchronous load, clear the caches of the connectors that the log names; "
     )
-    assert configuration.options == Options(isolate=(CPU,))
+    assert configuration.options == Options(best_effort=(CPU,))
+
+
+@pytest.mark.parametrize(
+    ("old", "found", "fix"),
+    [
+        ({"isolate": [CPU]}, "isolate: found ['OffloadingConnector']", "best_effort"),
+        ({"isolate_slow_ms": 5}, "isolate_slow_ms: found 5", "best_effort_slow_ms"),
+        ({"report": True}, "report: found True", "request_report"),
+        ({"verify": {"share": 0.1}}, "verify.share: found 0.1", "verify.sample_ratio"),
+        ({"verify": {"fail": True}}, "verify.fail: found True", 'verify.on_mismatch: "recompute" for true, '),
+    ],
+)
+def test_an_old_name_is_refused_with_the_new_one(old: dict[str, Any], found: str, fix: str) -> None:
+    _, (mistake,) = validate({"connectors": TWO, "kvobs": old})
+    assert f"kvobs.{found}, but this option is gone. Fix: use {fix}" in str(mistake)
+
+
+def test_the_old_variable_is_refused_with_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOBS_STOCK", "aggregator")
+    _, (mistake,) = validate({"connectors": TWO})
+    assert str(mistake) == (
+        "environment variable KVOBS_STOCK: found 'aggregator', but this option is gone. Fix: use KVOBS_USE_VLLM."
+    )
 
 
 def test_found_allowed_and_fix_are_separate_also_in_another_process() -> None:
@@ -179,12 +202,14 @@ def test_found_allowed_and_fix_are_separate_also_in_another_process() -> None:
     [("", set()), ("aggregator", {"aggregator"}), ("block_copy", {"block_copy"}),
      (" block_copy, aggregator,", {"aggregator", "block_copy"})],
 )  # fmt: skip
-def test_kvobs_stock_names_vllms_parts_that_stay(value: str, stock: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVOBS_STOCK", value)
+def test_kvobs_use_vllm_names_vllms_parts_that_stay(
+    value: str, stock: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVOBS_USE_VLLM", value)
     assert read({"connectors": TWO}).stock == stock
 
 
-def test_unknown_part_in_kvobs_stock_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVOBS_STOCK", "agregator,block_copy,all")
-    stock = "environment variable KVOBS_STOCK: found {}, allowed: aggregator, block_copy"
+def test_unknown_part_in_kvobs_use_vllm_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOBS_USE_VLLM", "agregator,block_copy,all")
+    stock = "environment variable KVOBS_USE_VLLM: found {}, allowed: aggregator, block_copy"
     assert mistakes(connectors=TWO) == (stock.format("'agregator'"), stock.format("'all'"))

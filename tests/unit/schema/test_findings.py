@@ -27,9 +27,9 @@ def test_a_finding_is_printable(path: str, found: str, allowed: str, fix: str) -
 
 
 def test_an_unknown_key_is_taken_for_the_known_one_that_is_most_like_it() -> None:
-    known = ("names", "isolate")
+    known = ("names", "best_effort")
     near, other = (kinds.UNKNOWN_OPTION.near(f"kvobs.{key}", key, known) for key in ("name", "x"))
-    assert near == Finding("kvobs.name", "unknown option", "'names', 'isolate'", "use 'names'")
+    assert near == Finding("kvobs.name", "unknown option", "'names', 'best_effort'", "use 'names'")
     assert other.fix == "remove it"
     found = [kinds.UNKNOWN_KEY.near(key, key, known, kinds.MISSPELT_KEY).kind for key in ("name", "x")]
     assert found == [kinds.MISSPELT_KEY, kinds.UNKNOWN_KEY]

@@ -66,7 +66,7 @@ def test_any_json_is_a_configuration_or_its_mistakes_are_named(extra: dict[str, 
 
 @settings(max_examples=50)
 @given(st.dictionaries(st.sampled_from(["kv_connector", "kv_role", "engine_id", "kv_port", "x"]), anything))
-def test_any_json_in_a_childs_place_is_a_child_or_named(entry: dict[str, Any]) -> None:
+def test_any_json_in_a_connectors_place_is_a_connector_or_named(entry: dict[str, Any]) -> None:
     extra = {"connectors": [CHILD, {**CHILD, **entry}]}
     parent = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
     try:
@@ -118,7 +118,7 @@ WITH_SECRET: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", WITH_SECRET)
-def test_no_message_shows_what_is_configured_for_a_child(how: str) -> None:
+def test_no_message_shows_what_is_configured_for_a_connector(how: str) -> None:
     extra = {"connectors": WITH_SECRET[how]}
     parent = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
     try:

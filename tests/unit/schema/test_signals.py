@@ -6,7 +6,7 @@ import pytest
 
 from kvobs.schema.signals import (
     CALL_DURATION,
-    CHILD_WIDTH,
+    CONNECTOR_WIDTH,
     LOAD_DURATION,
     OPEN,
     OTHER,
@@ -19,9 +19,9 @@ from kvobs.schema.signals import (
     hook_label,
     is_timed,
     locate,
-    of_child,
-    place,
+    of_connector,
     slot,
+    word,
 )
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Side
 
@@ -64,46 +64,51 @@ def test_every_timed_hook_has_a_label_value_and_hooks_called_once_share_one() ->
     assert not [hook for hook in HOOKS.values() if hook.side is Side.CONFIG and is_timed(hook)]
 
 
-@pytest.mark.parametrize("scope", [Scope.PROCESS, Scope.CHILD])
+@pytest.mark.parametrize("scope", [Scope.PROCESS, Scope.CONNECTOR])
 def test_slots_and_series_are_one_to_one(scope: Scope) -> None:
-    begin = 0 if scope is Scope.PROCESS else PROCESS_WIDTH + 2 * CHILD_WIDTH
+    begin = 0 if scope is Scope.PROCESS else PROCESS_WIDTH + 2 * CONNECTOR_WIDTH
     place = begin
     for series in SERIES[scope]:
         assert slot(series.signal, *series.values) == series.first
         for offset in range(series.width):
             assert locate(place) == (series, offset, -1 if scope is Scope.PROCESS else 2)
             place += 1
-    assert place - begin == (PROCESS_WIDTH if scope is Scope.PROCESS else CHILD_WIDTH)
+    assert place - begin == (PROCESS_WIDTH if scope is Scope.PROCESS else CONNECTOR_WIDTH)
 
 
-def test_a_childs_counts_are_found_by_its_own_slots() -> None:
-    edges = {place(child, own): 10 * child + own for child in range(3) for own in (0, CHILD_WIDTH - 1)}
-    assert of_child(1, {0: 1, PROCESS_WIDTH - 1: 1, **edges}) == {0: 10, CHILD_WIDTH - 1: 10 + CHILD_WIDTH - 1}
-    assert all(locate(at)[2] == child for child in range(3) for at in (place(child, 0), place(child, CHILD_WIDTH - 1)))
+def test_a_connectors_counts_are_found_by_its_own_slots() -> None:
+    edges = {word(index, own): 10 * index + own for index in range(3) for own in (0, CONNECTOR_WIDTH - 1)}
+    assert of_connector(1, {0: 1, PROCESS_WIDTH - 1: 1, **edges}) == {
+        0: 10,
+        CONNECTOR_WIDTH - 1: 10 + CONNECTOR_WIDTH - 1,
+    }
+    assert all(
+        locate(at)[2] == index for index in range(3) for at in (word(index, 0), word(index, CONNECTOR_WIDTH - 1))
+    )
 
 
 def test_a_histogram_has_a_slot_for_each_bucket_the_rest_and_the_sum() -> None:
-    series = next(s for s in SERIES[Scope.CHILD] if s.signal is CALL_DURATION)
+    series = next(s for s in SERIES[Scope.CONNECTOR] if s.signal is CALL_DURATION)
     assert series.width == len(CALL_DURATION.bounds) + 2
 
 
 def test_metrics_with_open_labels_have_no_slots() -> None:
     in_table = {series.signal.name for table in SERIES.values() for series in table}
-    in_payloads = [signal for signal in SIGNALS if signal.scope in {Scope.CHILD, Scope.PROCESS}]
+    in_payloads = [signal for signal in SIGNALS if signal.scope in {Scope.CONNECTOR, Scope.PROCESS}]
     assert in_table == {signal.name for signal in in_payloads if not signal.is_open}
 
 
 def test_series_stay_within_the_budget() -> None:
-    """1,700 for 2 children and 4,000 for 5, with every series of the table in use, and for each hook an error."""
-    children = sum(
+    """1,700 for 2 connectors and 4,000 for 5, with every series of the table in use, and for each hook an error."""
+    connectors = sum(
         len(s.signal.bounds) + len(("+Inf", "sum", "count")) if s.signal.kind is Kind.HISTOGRAM else 1
-        for s in SERIES[Scope.CHILD]
+        for s in SERIES[Scope.CONNECTOR]
     )
     # A vLLM calls one of each pair.
-    children -= 2 * (len(CALL_DURATION.bounds) + 3 + 1)  # get_finished or get_transfer_results; the same of finish
-    children -= len(LOAD_DURATION.bounds) + 3  # a connector of vLLM loads in one mode
+    connectors -= 2 * (len(CALL_DURATION.bounds) + 3 + 1)  # get_finished or get_transfer_results; the same of finish
+    connectors -= len(LOAD_DURATION.bounds) + 3  # a connector of vLLM loads in one mode
     errors, by_rank, info = len(CALL_DURATION.labels["hook"]), 3 * 8, 1
-    per_child = children + errors + by_rank + info
+    per_connector = connectors + errors + by_rank + info
     process = PROCESS_WIDTH + 1 + sum(signal.scope is Scope.EXPORTER for signal in SIGNALS)
-    assert 2 * per_child + process <= 1700
-    assert 5 * per_child + process <= 4000
+    assert 2 * per_connector + process <= 1700
+    assert 5 * per_connector + process <= 4000

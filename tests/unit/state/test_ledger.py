@@ -12,22 +12,22 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import Report, ReportKind, Stray, Stuck
+from kvobs.state.transfers import Report, ReportKind, Stuck, UnexpectedReport
 
 REQUESTS = ("r0", "r1", "r2")
-CHILDREN = (0, 1)
+CONNECTORS = (0, 1)
 RANKS = (0, 1)
-LOAD_ENDS_SAVE = (0,)  # this child does as FlexKV
+LOAD_ENDS_SAVE = (0,)  # this connector does as FlexKV
 TOKENS, HELD = 16, 24
-LOAD_KINDS = [ReportKind.RECEIVED, ReportKind.FAILED, ReportKind.SPOILED, ReportKind.HOLED]
+LOAD_KINDS = [ReportKind.RECEIVED, ReportKind.FAILED, ReportKind.UNMAPPED_BAD_BLOCKS, ReportKind.BAD_BLOCKS]
 
 requests = st.sampled_from(REQUESTS)
-children = st.sampled_from(CHILDREN)
+connectors = st.sampled_from(CONNECTORS)
 ranks = st.sampled_from(RANKS)
 
 
-def report(kind: ReportKind, request: str, child: int, rank: int = 0) -> Report:
-    return Report(rank, kind, request, child, 0)
+def report(kind: ReportKind, request: str, index: int, rank: int = 0) -> Report:
+    return Report(rank, kind, request, index, 0)
 
 
 @dataclass
@@ -36,18 +36,18 @@ class Noted:
 
     candidate: tuple[int, bool] | None = None
     owner: int | None = None
-    load: tuple[int, bool, int] | None = None  # child, is_async, ranks expected
+    load: tuple[int, bool, int] | None = None  # connector, is_async, ranks expected
     arrived: set[int] = field(default_factory=set)
     failed: bool = False  # vLLM must be told
     holed: bool = False  # bad blocks that vLLM knows of
     echo: str = "none"  # none, ordered, done
-    resuming: int | None = None  # the child whose load is in, and the request not allocated since
+    resuming: int | None = None  # the connector whose load is in, and the request not allocated since
     saved: dict[int, set[int]] = field(default_factory=dict)
-    promised: dict[int, int] = field(default_factory=dict)  # child -> ranks expected
-    done: set[int] = field(default_factory=set)  # children whose promise is settled
+    promised: dict[int, int] = field(default_factory=dict)  # connector -> ranks expected
+    done: set[int] = field(default_factory=set)  # connectors whose promise is settled
     tails: set[int] = field(default_factory=set)
-    given_up: set[int] = field(default_factory=set)  # children that completed their save on the scheduler's side
-    load_added: bool = False  # its child said on the scheduler's side that the load is in
+    given_up: set[int] = field(default_factory=set)  # connectors that completed their save on the scheduler's side
+    load_added: bool = False  # its connector said on the scheduler's side that the load is in
     saves_added: bool = False
     finished: bool = False
     held: bool = False
@@ -60,10 +60,10 @@ class Noted:
         return arrived and (not self.failed or self.echo == "done")
 
     def saves_are_over(self) -> bool:
-        return all(self.save_is_over(child) for child in self.promised)
+        return all(self.save_is_over(index) for index in self.promised)
 
-    def save_is_over(self, child: int) -> bool:
-        return child in self.done or len(self.saved.get(child, ())) >= self.promised[child]
+    def save_is_over(self, index: int) -> bool:
+        return index in self.done or len(self.saved.get(index, ())) >= self.promised[index]
 
 
 class LedgerAgainstModel(RuleBasedStateMachine):
@@ -73,9 +73,9 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.ledger = Ledger(LOAD_ENDS_SAVE)
         self.noted: dict[str, Noted] = {}
-        self.stray = 0
+        self.unexpected = 0
 
-    @rule(request=requests, candidate=st.none() | st.tuples(children, st.booleans()))
+    @rule(request=requests, candidate=st.none() | st.tuples(connectors, st.booleans()))
     def look_up(self, request: str, candidate: tuple[int, bool] | None) -> None:
         noted = self.noted.setdefault(request, Noted())
         if noted.finished:
@@ -91,30 +91,30 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         load: Any = self.ledger.admit(request, tokens, expected)
         noted.resuming = None
         if tokens and noted.candidate:
-            child, is_async = noted.candidate
-            assert (load.child, load.is_async, load.tokens) == (child, is_async, tokens)
-            noted.load, noted.arrived, noted.owner = (child, is_async, expected), set(), child
+            index, is_async = noted.candidate
+            assert (load.connector_index, load.is_async, load.tokens) == (index, is_async, tokens)
+            noted.load, noted.arrived, noted.owner = (index, is_async, expected), set(), index
             noted.failed, noted.holed, noted.echo = False, False, "none"
         else:
             assert load is None
         noted.candidate = None
 
-    @rule(request=requests, child=children, rank=ranks, kind=st.sampled_from(LOAD_KINDS))
-    def report_load(self, request: str, child: int, rank: int, kind: ReportKind) -> None:
+    @rule(request=requests, index=connectors, rank=ranks, kind=st.sampled_from(LOAD_KINDS))
+    def report_load(self, request: str, index: int, rank: int, kind: ReportKind) -> None:
         noted = self.noted.get(request)
         if noted is not None and noted.load_added:
             return  # the same step's output closes it
-        stray = self.ledger.record(report(kind, request, child, rank))
-        owner, is_async = noted.load[:2] if noted is not None and noted.load is not None else (child, False)
-        owns = child == owner and is_async
-        blames = child != owner and (kind is ReportKind.HOLED or (is_async and kind is not ReportKind.RECEIVED))
+        unexpected = self.ledger.record(report(kind, request, index, rank))
+        owner, is_async = noted.load[:2] if noted is not None and noted.load is not None else (index, False)
+        owns = index == owner and is_async
+        blames = index != owner and (kind is ReportKind.BAD_BLOCKS or (is_async and kind is not ReportKind.RECEIVED))
         name = "load" if kind is ReportKind.RECEIVED else "failure"
         if blames and kind is not ReportKind.FAILED:
             name = "blocks"
-        assert stray == (None if owns else Stray(child, name, request))
+        assert unexpected == (None if owns else UnexpectedReport(index, name, request))
         if noted is not None and (owns or blames) and noted.echo == "none":
-            noted.failed |= kind in (ReportKind.FAILED, ReportKind.SPOILED)
-            noted.holed |= kind is ReportKind.HOLED
+            noted.failed |= kind in (ReportKind.FAILED, ReportKind.UNMAPPED_BAD_BLOCKS)
+            noted.holed |= kind is ReportKind.BAD_BLOCKS
             # Bad blocks, and a failure of another connector than the owner, are no arrival.
             if owns and kind in (ReportKind.RECEIVED, ReportKind.FAILED):
                 noted.arrived.add(rank)
@@ -129,27 +129,27 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             noted.failed = True
             noted.arrived.update(range(noted.load[2]))
 
-    @rule(request=requests, child=children, rank=ranks)
-    def report_sync(self, request: str, child: int, rank: int) -> None:
-        assert self.ledger.record(report(ReportKind.SYNC_DONE, request, child, rank)) is None
+    @rule(request=requests, index=connectors, rank=ranks)
+    def report_sync(self, request: str, index: int, rank: int) -> None:
+        assert self.ledger.record(report(ReportKind.SYNC_DONE, request, index, rank)) is None
         noted = self.noted.get(request)
-        if noted is not None and noted.load is not None and noted.load[:2] == (child, False):
+        if noted is not None and noted.load is not None and noted.load[:2] == (index, False):
             noted.arrived.add(rank)
 
-    @rule(request=requests, child=children, rank=ranks)
-    def report_save(self, request: str, child: int, rank: int) -> None:
+    @rule(request=requests, index=connectors, rank=ranks)
+    def report_save(self, request: str, index: int, rank: int) -> None:
         noted = self.noted.get(request)
-        stray = self.ledger.record(report(ReportKind.SAVED, request, child, rank))
-        if noted is None or (noted.finished and child not in noted.promised):
-            assert stray == Stray(child, "save", request)
-        if noted is not None and (not noted.finished or child in noted.promised):
-            noted.saved.setdefault(child, set()).add(rank)
+        unexpected = self.ledger.record(report(ReportKind.SAVED, request, index, rank))
+        if noted is None or (noted.finished and index not in noted.promised):
+            assert unexpected == UnexpectedReport(index, "save", request)
+        if noted is not None and (not noted.finished or index in noted.promised):
+            noted.saved.setdefault(index, set()).add(rank)
 
     # The same, aimed at what is open: at random too few loads complete.
 
-    @rule(request=requests, child=children, is_async=st.booleans(), expected=st.sampled_from([1, 2]))
-    def start_load(self, request: str, child: int, is_async: bool, expected: int) -> None:
-        self.look_up(request, (child, is_async))
+    @rule(request=requests, index=connectors, is_async=st.booleans(), expected=st.sampled_from([1, 2]))
+    def start_load(self, request: str, index: int, is_async: bool, expected: int) -> None:
+        self.look_up(request, (index, is_async))
         if request in self.noted:
             self.allocate(request, TOKENS, expected)
 
@@ -157,11 +157,11 @@ class LedgerAgainstModel(RuleBasedStateMachine):
     @rule(data=st.data(), rank=ranks, kind=st.sampled_from(LOAD_KINDS))
     def report_open_load(self, data: st.DataObject, rank: int, kind: ReportKind) -> None:
         request = data.draw(st.sampled_from(sorted(r for r, noted in self.noted.items() if noted.load)))
-        child, is_async, _ = self.noted[request].load or (0, True, 0)
+        index, is_async, _ = self.noted[request].load or (0, True, 0)
         if is_async:
-            self.report_load(request, child, rank, kind)
+            self.report_load(request, index, rank, kind)
         else:
-            self.report_sync(request, child, rank)
+            self.report_sync(request, index, rank)
 
     @precondition(lambda self: any(noted.promised for noted in self.noted.values()))
     @rule(data=st.data(), rank=ranks)
@@ -169,44 +169,44 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(sorted(r for r, noted in self.noted.items() if noted.promised)))
         self.report_save(request, data.draw(st.sampled_from(sorted(self.noted[request].promised))), rank)
 
-    @rule(request=requests, child=children)
-    def accept_tail(self, request: str, child: int) -> None:
+    @rule(request=requests, index=connectors)
+    def accept_tail(self, request: str, index: int) -> None:
         noted = self.noted.setdefault(request, Noted())
         if noted.finished:
             return
-        self.ledger.accept_tail(request, child)
-        assert child in self.ledger.tails(request)
-        noted.tails.add(child)
-        noted.saved.pop(child, None)  # not about that block
+        self.ledger.accept_tail(request, index)
+        assert index in self.ledger.tails(request)
+        noted.tails.add(index)
+        noted.saved.pop(index, None)  # not about that block
 
-    @rule(request=requests, child=children)
-    def add_load(self, request: str, child: int) -> None:
-        """Let a child's scheduler side say that its load is in: that counts for all ranks."""
+    @rule(request=requests, index=connectors)
+    def add_load(self, request: str, index: int) -> None:
+        """Let a connector's scheduler side say that its load is in: that counts for all ranks."""
         noted = self.noted.get(request)
         if noted is not None and noted.load is not None and len(noted.arrived) >= noted.load[2]:
             return  # it has been shown so
-        is_in = self.ledger.complete_load(request, child, 1)
-        if noted is None or noted.load is None or noted.load[:2] != (child, True):
+        is_in = self.ledger.complete_load(request, index, 1)
+        if noted is None or noted.load is None or noted.load[:2] != (index, True):
             assert is_in is None
             return
         assert is_in is not noted.failed
         noted.arrived.update(range(noted.load[2]))
         noted.load_added = is_in is True
 
-    @rule(request=requests, child=children)
-    def add_save(self, request: str, child: int) -> None:
+    @rule(request=requests, index=connectors)
+    def add_save(self, request: str, index: int) -> None:
         noted = self.noted.get(request)
-        are_in = self.ledger.complete_save(request, child, 1)
-        if noted is None or not noted.finished or child not in noted.promised or child in noted.done:
+        are_in = self.ledger.complete_save(request, index, 1)
+        if noted is None or not noted.finished or index not in noted.promised or index in noted.done:
             assert are_in is None
             return
-        if not noted.save_is_over(child):
-            noted.saved.setdefault(child, set()).update(range(noted.promised[child]))
-        noted.given_up.add(child)
+        if not noted.save_is_over(index):
+            noted.saved.setdefault(index, set()).update(range(noted.promised[index]))
+        noted.given_up.add(index)
         assert are_in is noted.saves_are_over()
         noted.saves_added |= are_in
 
-    @rule(request=requests, promises=st.dictionaries(children, st.sampled_from([1, 2])))
+    @rule(request=requests, promises=st.dictionaries(connectors, st.sampled_from([1, 2])))
     def finish(self, request: str, promises: dict[int, int]) -> None:
         noted = self.noted.setdefault(request, Noted())
         if noted.finished:
@@ -218,17 +218,17 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         noted.held = not noted.saves_are_over()
         noted.awaited = noted.held or (noted.load is not None and noted.load[1])
         assert finished.holds == noted.held
-        assert {f.child for f in finished.stray} == set(noted.saved) - set(promises)
+        assert {f.connector_index for f in finished.unexpected} == set(noted.saved) - set(promises)
         noted.done = {c for c, n in promises.items() if len(noted.saved.get(c, ())) >= n}
         assert set(finished.early) == noted.done
 
-    @rule(withdraws=st.none() | st.tuples(requests, children), reads=st.none() | requests)
+    @rule(withdraws=st.none() | st.tuples(requests, connectors), reads=st.none() | requests)
     def settle(self, withdraws: tuple[str, int] | None = None, reads: str | None = None) -> None:
         """Do what the scheduler's side does with each step's output, and compare with the model."""
         self._read_failures(reads)
         received: set[str] = set()
         sent: set[str] = set()
-        loads, saves = self.ledger.take_loads_in(), self.ledger.take_saves_in()
+        loads, saves = self.ledger.pop_completed_loads(), self.ledger.pop_completed_saves()
         for request in saves:
             assert self.noted[request].saves_are_over(), "handed out before all promises are met"
         loads += [request for request, noted in self.noted.items() if noted.load_added and request not in loads]
@@ -237,7 +237,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             self._withdraw(*withdraws)
             saves = [request for request in saves if self.noted[request].saves_are_over()]
         received.update(filter(self._close_load, loads))
-        for request in (*saves, *self.ledger.take_saves_in()):
+        for request in (*saves, *self.ledger.pop_completed_saves()):
             assert self.noted[request].saves_are_over()
             noted = self.noted[request]
             noted.saves_added = False
@@ -249,7 +249,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
                 if noted.awaited:
                     (sent if noted.held else received).add(request)
                 del self.noted[request]
-        assert self.ledger.take_saves_in() == self.ledger.take_loads_in() == []
+        assert self.ledger.pop_completed_saves() == self.ledger.pop_completed_loads() == []
         assert self.ledger.take_received() == received
         assert self.ledger.take_sent() == sent
         echoes = self.ledger.take_failures()
@@ -262,10 +262,10 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         for request, noted in self.noted.items():
             is_known = noted.failed and _in(noted)
             if request == reads and not is_known:
-                self.ledger.echoed(request)
+                self.ledger.failure_reported(request)
             if noted.echo == "ordered" or (request == reads and is_known and noted.echo == "none"):
                 noted.echo = "done"
-                self.ledger.echoed(request)
+                self.ledger.failure_reported(request)
 
     def _close_load(self, request: str) -> bool:
         """Close a load that is in; return whether vLLM goes on with its request."""
@@ -275,23 +275,23 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         assert noted.load is not None
         assert load.failed >= (noted.failed or noted.holed)
         assert load.aborted is (noted.finished and load.is_async)
-        child, is_async, _ = noted.load
+        index, is_async, _ = noted.load
         noted.load, noted.load_added = None, False
-        is_over = not noted.finished or child not in noted.promised or noted.save_is_over(child)
-        if is_async and child in LOAD_ENDS_SAVE and not is_over:
-            noted.saved[child] = set(RANKS)
-            noted.given_up.add(child)
+        is_settled = not noted.finished or index not in noted.promised or noted.save_is_over(index)
+        if is_async and index in LOAD_ENDS_SAVE and not is_settled:
+            noted.saved[index] = set(RANKS)
+            noted.given_up.add(index)
         is_resuming = is_async and not noted.finished
-        noted.resuming = child if is_resuming and not load.failed else None
+        noted.resuming = index if is_resuming and not load.failed else None
         return is_resuming
 
-    def _withdraw(self, request: str, child: int) -> None:
-        """Let a child say that its save is not in after all; ranks may report it again."""
+    def _withdraw(self, request: str, index: int) -> None:
+        """Let a connector say that its save is not in after all; ranks may report it again."""
         noted = self.noted[request]
-        has_one = child in noted.promised and child not in noted.done and child not in noted.given_up
-        assert self.ledger.reopen_save(request, child) is has_one
+        has_one = index in noted.promised and index not in noted.done and index not in noted.given_up
+        assert self.ledger.reopen_save(request, index) is has_one
         if has_one:
-            noted.saved[child] = set()
+            noted.saved[index] = set()
             noted.saves_added = False
 
     @precondition(lambda self: self.noted)
@@ -307,8 +307,8 @@ class LedgerAgainstModel(RuleBasedStateMachine):
                     self.report_load(request, noted.load[0], rank, ReportKind.RECEIVED)
                 elif noted.load is not None:
                     self.report_sync(request, noted.load[0], rank)
-                for child in noted.promised:
-                    self.report_save(request, child, rank)
+                for index in noted.promised:
+                    self.report_save(request, index, rank)
         self.settle()
         self.settle()  # with the failures that were ordered
         assert self.noted == {}
@@ -327,15 +327,15 @@ class LedgerAgainstModel(RuleBasedStateMachine):
                     assert self.ledger.is_saved_on(rank, request) is all(saved)
 
     @invariant()
-    def knows_what_each_child_has_open(self) -> None:
-        for child in CHILDREN:
-            loads, resumes, saves = self.ledger.in_flight[child].values()
-            loaded = [request for request, noted in self.noted.items() if noted.resuming == child]
+    def knows_what_each_connector_has_open(self) -> None:
+        for index in CONNECTORS:
+            loads, resumes, saves = self.ledger.in_flight[index].values()
+            loaded = [request for request, noted in self.noted.items() if noted.resuming == index]
             assert (sorted(resumes.begun_before(0)), resumes.tokens) == (sorted(loaded), TOKENS * len(loaded))
-            open_loads = [request for request, noted in self.noted.items() if noted.load and noted.load[0] == child]
+            open_loads = [request for request, noted in self.noted.items() if noted.load and noted.load[0] == index]
             assert sorted(loads.begun_before(0)) == sorted(open_loads)
             assert loads.tokens == TOKENS * len(open_loads)
-            open_saves = [r for r, noted in self.noted.items() if child in noted.promised and child not in noted.done]
+            open_saves = [r for r, noted in self.noted.items() if index in noted.promised and index not in noted.done]
             assert sorted(saves.begun_before(0)) == sorted(open_saves)
             assert saves.tokens == HELD * len(open_saves)
 
@@ -347,10 +347,10 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             if noted.load is not None and 0 < len(noted.arrived) < noted.load[2]
         }
         halves |= {
-            ("save", child, request)
+            ("save", index, request)
             for request, noted in self.noted.items()
-            for child, expected in noted.promised.items()
-            if child not in noted.done and 0 < len(noted.saved.get(child, ())) < expected
+            for index, expected in noted.promised.items()
+            if index not in noted.done and 0 < len(noted.saved.get(index, ())) < expected
         }
         assert set(self.ledger.incomplete.recent) == halves
 
@@ -370,15 +370,15 @@ def opened(is_async: bool = True, expected: int = 2, ends_save: bool = False) ->
     return ledger
 
 
-def test_a_load_that_its_child_withdrew_can_still_fail() -> None:
+def test_a_load_that_its_connector_withdrew_can_still_fail() -> None:
     """Nobody reports it any more: whoever gives it up must be able to end it."""
     ledger = opened(expected=1)
     ledger.record(report(ReportKind.RECEIVED, "r", 0))
-    assert ledger.take_loads_in() == ["r"]
+    assert ledger.pop_completed_loads() == ["r"]
     assert ledger.fail("r", 5)
     assert not ledger.fail("r", 6), "it has failed already"
     assert ledger.take_failures() == ("r",)
-    ledger.echoed("r")
+    ledger.failure_reported("r")
     load: Any = ledger.close_load("r")
     assert load.failed
 
@@ -388,9 +388,9 @@ def test_after_an_abort_between_two_ranks_receipts_the_blocks_are_held_until_the
     ledger = opened()
     ledger.record(report(ReportKind.RECEIVED, "r", 0, 0))
     assert ledger.finish("r", []).aborted is ledger.load("r")
-    assert (ledger.take_loads_in(), ledger.take_received()) == ([], set())
+    assert (ledger.pop_completed_loads(), ledger.take_received()) == ([], set())
     ledger.record(report(ReportKind.RECEIVED, "r", 0, 1))
-    assert ledger.take_loads_in() == ["r"]
+    assert ledger.pop_completed_loads() == ["r"]
     assert ledger.close_load("r") is not None
     assert ledger.take_received() == {"r"}
     assert (list(ledger), len(ledger.incomplete)) == ([], 0)
@@ -402,17 +402,17 @@ def test_a_failure_that_is_read_twice_ends_one_load() -> None:
     ledger.record(report(ReportKind.FAILED, "r", 0))
     assert ledger.fail("r", 5)
     assert ledger.take_failures() == ("r",)
-    ledger.echoed("r")
-    assert ledger.take_loads_in() == ["r"]
+    ledger.failure_reported("r")
+    assert ledger.pop_completed_loads() == ["r"]
     assert ledger.close_load("r") is not None
     ledger.propose("r", (1, True))
     ledger.admit("r", 16, 2)
-    ledger.echoed("r")
-    assert ledger.take_loads_in() == []
+    ledger.failure_reported("r")
+    assert ledger.pop_completed_loads() == []
 
 
 @pytest.mark.parametrize("sibling_is_first", [True, False])
-def test_the_end_of_a_load_is_that_of_its_childs_promise_where_it_reports_no_other(sibling_is_first: bool) -> None:
+def test_the_end_of_a_load_is_that_of_its_connectors_promise_where_it_reports_no_other(sibling_is_first: bool) -> None:
     """FlexKV promises at an abort, and reports no more than the end of the load."""
     ledger = opened(ends_save=True)
     ledger.finish("r", [(0, 2), (1, 1)], 10, 16)
@@ -423,14 +423,14 @@ def test_the_end_of_a_load_is_that_of_its_childs_promise_where_it_reports_no_oth
         ledger.record(report(ReportKind.RECEIVED, "r", 0, rank), 30)
     assert ledger.close_load("r", 40) is not None
     assert ledger.take_stuck(100, 2) == []
-    assert ledger.take_saves_in() == ["r"] * sibling_is_first
+    assert ledger.pop_completed_saves() == ["r"] * sibling_is_first
     if not sibling_is_first:
         ledger.record(report(ReportKind.SAVED, "r", 1), 50)
-        assert ledger.take_saves_in() == ["r"]
+        assert ledger.pop_completed_saves() == ["r"]
     assert ledger.close_saves("r")[0].arrived == {0: 40, 1: 40}
     assert ledger.take_sent() == {"r"}
     assert list(ledger) == []
-    assert [len(each) for child in (0, 1) for each in ledger.in_flight[child].values()] == [0] * 6
+    assert [len(each) for index in (0, 1) for each in ledger.in_flight[index].values()] == [0] * 6
 
 
 def test_saves_of_a_live_request_are_not_closed() -> None:
@@ -448,7 +448,7 @@ def test_abandoned_transfer_completes_once() -> None:
     assert ledger.give_up(0, 9, 20) == (1, 0), "the save began later"
     assert ledger.give_up(0, 10, 20) == (0, 1)
     assert ledger.take_failures() == ("r",)
-    assert ledger.take_saves_in() == ["s"]
+    assert ledger.pop_completed_saves() == ["s"]
     (save,) = ledger.close_saves("s").values()
     assert save.is_abandoned
     assert save.outcome == "abandoned"
@@ -463,7 +463,7 @@ def test_stuck_transfer_is_not_stuck_again_when_a_rank_reports() -> None:
     ledger.record(report(ReportKind.RECEIVED, "r", 0, 0), 30)
     assert ledger.take_stuck(40, 3) == []
     ledger.record(report(ReportKind.RECEIVED, "r", 0, 1), 50)
-    assert ledger.take_loads_in() == ["r"], "late is not lost"
+    assert ledger.pop_completed_loads() == ["r"], "late is not lost"
 
 
 def test_a_save_that_was_half_reported_before_its_promise_waits_since_the_promise() -> None:
@@ -494,16 +494,16 @@ def test_only_an_open_asynchronous_load_can_be_given_up() -> None:
     assert (load.failed, load.arrived) == (False, {})
 
 
-# What a child's scheduler side adds to the workers' reports, or withdraws
+# What a connector's scheduler side adds to the workers' reports, or withdraws
 
 
-def test_a_save_that_its_child_withdraws_waits_for_new_reports_also_after_it_was_given_up() -> None:
+def test_a_save_that_its_connector_withdraws_waits_for_new_reports_also_after_it_was_given_up() -> None:
     ledger = Ledger()
     ledger.finish("r", [(0, 1)], 10)
     assert ledger.give_up(0, 10, 20) == (0, 1)
-    assert ledger.take_saves_in() == ["r"]
+    assert ledger.pop_completed_saves() == ["r"]
     assert ledger.reopen_save("r", 0)
     ledger.record(report(ReportKind.SAVED, "r", 0))
-    assert ledger.take_saves_in() == ["r"]
+    assert ledger.pop_completed_saves() == ["r"]
     (save,) = ledger.close_saves("r").values()
     assert save.outcome == "ok"

@@ -14,14 +14,14 @@ NAMES = ("cpu", "disk", "remote")
 MS = 1_000_000
 
 
-def load(child: int = 0, **more: Any) -> Load:
-    return Load(child, 64, more.pop("is_async", True), 1, opened_ns=10 * MS, **more)
+def load(index: int = 0, **more: Any) -> Load:
+    return Load(index, 64, more.pop("is_async", True), 1, opened_ns=10 * MS, **more)
 
 
 def in_after(ms: int, loaded: Load) -> Load:
     """Let the load's only rank report so long after it was opened."""
     loaded.arrived[0] = loaded.opened_ns + ms * MS
-    loaded.ranks[0] = Report(0, ReportKind.RECEIVED, "r", loaded.child, 0, ms * MS)
+    loaded.ranks[0] = Report(0, ReportKind.RECEIVED, "r", loaded.connector_index, 0, ms * MS)
     return loaded
 
 
@@ -104,15 +104,15 @@ def test_last_of_very_many_loads_are_kept() -> None:
     for mine in loads:
         report.load_ended(mine)
     found = report.rendered(NAMES)
-    assert [one["connector"] for one in found["loads"]] == [NAMES[mine.child] for mine in loads[5:]]
+    assert [one["connector"] for one in found["loads"]] == [NAMES[mine.connector_index] for mine in loads[5:]]
     assert found["more_loads"] == 5
 
 
-children = st.integers(0, 2)
+connectors = st.integers(0, 2)
 times = st.integers(0, 10**18)
 loads = st.builds(
     Load,
-    children,
+    connectors,
     st.integers(1, 10**6),
     st.booleans(),
     st.integers(1, 3),
@@ -125,10 +125,10 @@ loads = st.builds(
 events = st.lists(
     st.one_of(
         st.tuples(st.just("looked_up"), times, times),
-        st.tuples(st.just("allocated"), st.lists(st.tuples(children, st.integers(0, 10**6)), max_size=3), times),
+        st.tuples(st.just("allocated"), st.lists(st.tuples(connectors, st.integers(0, 10**6)), max_size=3), times),
         st.tuples(st.sampled_from(["admitted", "load_ended", "aborted"]), st.integers(0, 3)),
         st.tuples(st.just("load_weighed"), st.integers(0, 3), st.builds(Gain, st.none() | times, times)),
-        st.tuples(st.just("promised"), st.lists(children, max_size=3)),
+        st.tuples(st.just("promised"), st.lists(connectors, max_size=3)),
     ),
     max_size=40,
 )

@@ -46,8 +46,8 @@ def test_an_observer_that_records_an_event_costs_the_others_nothing() -> None:
 
 
 class Broken(Observer):
-    def quarantined(self, child: int) -> None:
-        raise LookupError(child)
+    def quarantined(self, index: int) -> None:
+        raise LookupError(index)
 
 
 class BrokenTraces(Traces):

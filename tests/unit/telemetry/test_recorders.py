@@ -33,7 +33,7 @@ def built(rank: int | None, tracing: TracingSettings = OFF, **options: Any) -> R
 @pytest.mark.parametrize(("rank", "is_on", "has_report"), list(product([None, 1], [False, True], [False, True])))
 def test_recorders_by_role_tracing_and_options(rank: int | None, is_on: bool, has_report: bool) -> None:
     """Slow and failed calls are written in every case, and loads by one of two."""
-    made = built(rank, TRACING if is_on else OFF, report=has_report)
+    made = built(rank, TRACING if is_on else OFF, request_report=has_report)
     assert made.tracer is not None
     assert made.recorder.listener is made.tracer
     has = {name: getattr(made, name) is not None for name in ("traces", "loads", "reports", "log")}
@@ -61,7 +61,7 @@ def test_where_no_sampler_can_be_built_slow_and_failed_spans_are_written_all_the
     rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorders, "Verdicts", lambda: 1 / 0)
-    made = built(rank, replace(TRACING, has_calls=True), report=True)
+    made = built(rank, replace(TRACING, has_calls=True), request_report=True)
     assert faults.take() == {"trace": 1}
     assert made.traces is None
     assert not made.recorder.traces_all
@@ -87,5 +87,5 @@ def test_collections_of_pythons_are_counted_for_the_process_that_waited(
 
 
 def test_the_exceptions_of_isolated_connectors_do_not_end_the_engine() -> None:
-    made = built(None, isolate=["two"])
+    made = built(None, best_effort=["two"])
     assert list(made.page._contained) == [1]

@@ -22,7 +22,7 @@ from kvobs.testing import Script
 from tests.support.contexts import SAMPLED
 from tests.support.observed import Observed
 
-CHILDREN = ["one"]
+CONNECTORS = ["one"]
 
 
 class Noting:
@@ -42,7 +42,7 @@ class Scheduler:
         self.now_ns = 10**18
         patch.setattr(scheduler_telemetry, "perf_counter_ns", lambda: self.now_ns)
         self.noted = list[Any]()
-        self.page = PageWriter(describe(plain(CHILDREN), None))
+        self.page = PageWriter(describe(plain(CONNECTORS), None))
         recorder: Any = SimpleNamespace(page=self.page)
         self.parts: dict[str, Any] = {"gains": Noting(self.noted), "open_transfers": Noting(self.noted)}
         recorders = Recorders(recorder, tracer, **{name: more.pop(name) for name in ("log",) if name in more})

@@ -74,7 +74,7 @@ def test_the_verifier_gets_each_step_and_its_answers_are_handed_on() -> None:
         step_begun=got.append,
         step_ended=lambda: got.append("ended"),
         reported=lambda *args: got.append(args),
-        refused=lambda child, requests: {"r"} if child else None,
+        refused=lambda index, requests: {"r"} if index else None,
         take_notes=lambda: [WRONG],
     )
     telemetry = Worker(verifier=verifier).telemetry

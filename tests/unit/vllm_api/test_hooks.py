@@ -12,7 +12,7 @@ from kvobs.routing.scheduler import SchedulerSide
 from kvobs.routing.worker import WorkerSide
 from kvobs.vllm_api.hooks import HOOKS, INHERITED, Combine, Hook, Side, is_empty
 from tests.contract.members import public_members
-from tests.engine.children_stats import IdleChild
+from tests.engine.connectors_stats import IdleConnector
 
 SIDES = {Side.SCHEDULER: SchedulerSide, Side.WORKER: WorkerSide}
 VLLMS = {"prefer_cross_layer_blocks", "supports_sleep_mode"}
@@ -96,4 +96,4 @@ def test_callable_that_is_no_plain_method_is_not_empty(call: Any) -> None:
 def test_vllms_own_defaults_are_empty() -> None:
     """Those that a connector inherits without defining them."""
     for name in ("finish_forward", "reset_capture_state", "handle_preemptions", "register_kv_caches"):
-        assert is_empty(getattr(IdleChild.__new__(IdleChild), name)), name
+        assert is_empty(getattr(IdleConnector.__new__(IdleConnector), name)), name

@@ -166,4 +166,4 @@ def test_a_model_has_the_first_name_under_which_it_is_served(served: Any, name: 
 def test_an_engine_has_a_number_in_its_group_and_one_on_its_machine(parallel: Any, place: tuple[int, int]) -> None:
     parallel = {"data_parallel_rank_local": None, "distributed_executor_backend": "mp", **parallel}
     config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank=2, rank=5, **parallel))
-    assert versions.engine_place(config) == place
+    assert versions.engine_position(config) == place

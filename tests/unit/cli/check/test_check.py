@@ -113,8 +113,8 @@ def test_the_environment_can_turn_tracing_on_without_parents_and_off(monkeypatch
 
 
 SWITCHES = [
-    ("isolation", {"isolate": ["ExampleConnector"]}),
-    ("request reports", {"report": True}), ("request reports", {"request_log": "stderr"}),
+    ("isolation", {"best_effort": ["ExampleConnector"]}),
+    ("request reports", {"request_report": True}), ("request reports", {"request_log": "stderr"}),
     ("lookup timeout", {"lookup_timeout_ms": 5.0}),
 ]  # fmt: skip
 

@@ -23,7 +23,7 @@ NOT_A_CLASS = len
 
 def isolating(*connectors: dict[str, Any], policy: str = "recompute") -> dict[str, Any]:
     """Return a configuration whose last connector is isolated."""
-    return config_of(connectors, {"isolate": [connectors[-1]["kv_connector"]]}, kv_load_failure_policy=policy)
+    return config_of(connectors, {"best_effort": [connectors[-1]["kv_connector"]]}, kv_load_failure_policy=policy)
 
 
 def named(connector: str, **more: Any) -> dict[str, Any]:
@@ -56,10 +56,10 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "extra is a list": (config_of() | {PATH: []}, [PATH]),
     "connector is text": (config_of(["ExampleConnector", TWO[0]]), ["connectors[0]"]),
     "isolated, policy fail": (isolating(scripted(), policy="fail"), ["kv_load_failure_policy"]),
-    "isolated, hands KV over": (isolating(scripted(), named("NixlConnector")), ["kvobs.isolate"]),
-    "isolated, producer": (isolating(layerwise("kv_producer")), ["kvobs.isolate"]),
+    "isolated, hands KV over": (isolating(scripted(), named("NixlConnector")), ["kvobs.best_effort"]),
+    "isolated, producer": (isolating(layerwise("kv_producer")), ["kvobs.best_effort"]),
     "isolated, unknown": (
-        config_of(kvobs={"isolate": ["nixl"]}, kv_load_failure_policy="recompute"), ["kvobs.isolate[0]"]
+        config_of(kvobs={"best_effort": ["nixl"]}, kv_load_failure_policy="recompute"), ["kvobs.best_effort[0]"]
     ),
     "kvobs within kvobs": (config_of([scripted(), WITHIN]), ["connectors[1].kv_connector"]),
     "kvobs under another name": (config_of() | {"kv_connector": "Multi"}, ["kv_connector"]),
@@ -98,7 +98,7 @@ def test_layouts_that_differ_are_a_mistake() -> None:
 
 
 def test_all_mistakes_are_found_in_one_run() -> None:
-    """Of the top level, the options, and each child, whose class is looked at though its role is wrong."""
+    """Of the top level, the options, and each connector, whose class is looked at though its role is wrong."""
     bad = [{"kv_connector": "NixlConector", "kv_role": "both"}, {**TWO[1], "x": 1}, 7]
     checked = check(config_of(bad, {"load_policy": "best", "nmaes": []}, kv_prot=1), Flags(True, "http://x"))
     assert paths(checked) == [
@@ -119,7 +119,7 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.sampled_from([*Options.model_fields, "nmaes", "a: b"]), VALUES, max_size=4))
 def test_every_option_that_is_refused_is_reported_and_no_other(options: dict[str, Any]) -> None:
-    """The two children may be isolated, or reset: nothing is wrong with them but what the options say."""
+    """The two connectors may be isolated, or reset: nothing is wrong with them but what the options say."""
     refused: tuple[Finding, ...] = ()
     try:
         read({"connectors": TWO, "kvobs": options})
@@ -130,14 +130,14 @@ def test_every_option_that_is_refused_is_reported_and_no_other(options: dict[str
 
 
 SOME_KEYS = (
-    "kv_role", "kv_port", "kv_buffer_device", "engine_id", "kv_load_failure_policy", "isolate", "names", "x"
+    "kv_role", "kv_port", "kv_buffer_device", "engine_id", "kv_load_failure_policy", "best_effort", "names", "x"
 )  # fmt: skip
 SOME_VALUES = VALUES | st.sampled_from(["kv_both", "kv_consumer", ["b"], ["a", "b"], "1", "fail"])
 
 
 @given(st.data())
 def test_the_check_finds_a_mistake_exactly_where_the_start_fails(data: st.DataObject) -> None:
-    """Over configurations with some key or other changed, at the top level, in a child, or in the options."""
+    """Over configurations with some key or other changed, at the top level, in a connector, or in the options."""
     config = copy.deepcopy(config_of(kvobs={"names": ["a", "b"]}, kv_load_failure_policy="recompute"))
     extra = config[PATH]
     for _ in range(data.draw(st.integers(0, 2))):
@@ -146,7 +146,7 @@ def test_the_check_finds_a_mistake_exactly_where_the_start_fails(data: st.DataOb
     assert (check(config).mistakes == []) == starts(config)
 
 
-KEYS = st.sampled_from(["kv_connector", "kv_connector_module_path", "kv_role", "names", "isolate", "tracing", "x"])
+KEYS = st.sampled_from(["kv_connector", "kv_connector_module_path", "kv_role", "names", "best_effort", "tracing", "x"])
 SOME_CLASS = st.sampled_from(["NixlConnector", "x", 1])
 ENTRY = st.fixed_dictionaries({}, optional={"kv_connector": SOME_CLASS, "kv_role": st.just("kv_both") | st.integers()})
 ANYTHING = st.one_of(

@@ -32,7 +32,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     ]),
     "vLLM's own": lambda: config_of(TWO, {"names": ["bench"]}),
     "isolated": lambda: config_of(
-        [scripted(), layerwise("kv_both")], {"isolate": ["LayerwiseConnector"]}, kv_load_failure_policy="recompute"
+        [scripted(), layerwise("kv_both")], {"best_effort": ["LayerwiseConnector"]}, kv_load_failure_policy="recompute"
     ),
 }  # fmt: skip
 
@@ -44,11 +44,13 @@ def test_the_check_says_what_is_built(kind: str) -> None:
     assert checked.mistakes == []
     _, worker = start(config)
     said = checked.connectors
-    assert [child.name for child in said] == [child.name for child in worker._side.children]
-    assert [child.is_isolated for child in said] == [child.gate is not None for child in worker._side.children]
-    assert [child.kv_role for child in said] == [c._kv_transfer_config.kv_role for c in worker._connectors]
-    for child, built in zip(said, worker._side.children, strict=True):
-        facts, real = child.facts, built.connector
+    assert [connector.name for connector in said] == [connector.name for connector in worker._side.connectors]
+    assert [connector.is_best_effort for connector in said] == [
+        connector.gate is not None for connector in worker._side.connectors
+    ]
+    assert [connector.kv_role for connector in said] == [c._kv_transfer_config.kv_role for c in worker._connectors]
+    for connector, built in zip(said, worker._side.connectors, strict=True):
+        facts, real = connector.facts, built.connector
         assert facts is not None
         assert facts.class_path == f"{type(real).__module__}.{type(real).__qualname__}"
         assert facts.supports_hma == supports_hma(real)
@@ -56,7 +58,7 @@ def test_the_check_says_what_is_built(kind: str) -> None:
     # vLLM asks this before it builds anything, and hands over ``kv_connector_extra_config`` alone.
     is_piecewise = "full CUDA graphs" in checked.off
     assert is_piecewise == kvobs.MultiConnector.requires_piecewise_for_cudagraph(config[PATH])
-    layouts = {child.facts.layouts[False] for child in said if child.facts} - {None}
+    layouts = {connector.facts.layouts[False] for connector in said if connector.facts} - {None}
     assert (layouts or {None}) == {get_kv_connector_cache_layout(engine_config(KVTransferConfig(**config)))}
 
 
@@ -65,10 +67,10 @@ def test_classes_of_vllm_say_in_advance_what_they_say_of_this_model(name: str) -
     """Those that need memory or a network to be built, too."""
     own = {"cpu_bytes_to_use": 1 << 30} if "Offload" in name else {}
     transfer = KVTransferConfig(**config_of([{"kv_connector": name, "kv_role": "kv_both", PATH: own}]))
-    (child,) = check(vars(transfer)).connectors
-    assert child.facts is not None
-    assert child.facts.layouts[False] == get_kv_connector_cache_layout(engine_config(transfer))
-    assert child.facts.supports_hma
+    (connector,) = check(vars(transfer)).connectors
+    assert connector.facts is not None
+    assert connector.facts.layouts[False] == get_kv_connector_cache_layout(engine_config(transfer))
+    assert connector.facts.supports_hma
 
 
 def test_a_missing_library_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:

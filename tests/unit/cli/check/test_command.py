@@ -61,7 +61,7 @@ def test_each_mistake_is_a_line_with_its_fix() -> None:
     assert lines[-1] == "2 mistakes"
     noted = json.loads(run(BAD, "--json").stdout)
     assert [mistake["path"] for mistake in noted["mistakes"]] == ["kv_load_failure_policy", "kv_rol"]
-    assert [child["name"] for child in noted["connectors"]] == ["OffloadingConnector", "NixlConnector"]
+    assert [connector["name"] for connector in noted["connectors"]] == ["OffloadingConnector", "NixlConnector"]
     assert noted["connectors"][0]["facts"]["supports_hma"] is True
 
 
@@ -158,7 +158,7 @@ def test_without_vllm_only_the_text_is_checked() -> None:
     noted = json.loads(without_vllm(BAD, "--json").stdout)
     assert noted["vllm"] is None
     assert {mistake["path"] for mistake in noted["mistakes"]} == {"kv_load_failure_policy", "kv_rol"}
-    assert [child["facts"] for child in noted["connectors"]] == [None, None]
+    assert [connector["facts"] for connector in noted["connectors"]] == [None, None]
     assert "vLLM is not installed here" in noted["off"]["classes"]
     result = without_vllm(STOCK, "--rewrite")
     assert (result.returncode, json.loads(result.stdout)) == (0, GOOD)

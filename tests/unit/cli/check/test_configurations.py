@@ -36,7 +36,7 @@ def ours(*connectors: Any, kvobs: Any = None, **more: Any) -> dict[str, Any]:
     return multi(*connectors, kvobs=kvobs, kv_connector_module_path="kvobs", **more)
 
 
-def child(i: int, rest: str) -> str:
+def key_of(i: int, rest: str) -> str:
     return f"{PATH}.connectors[{i}].{rest}"
 
 
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], Verdict, Verdict]] = {
     "lmcache dynamic": (one("LMCacheConnectorV1Dynamic", kv_connector_module_path="lmcache.integration.vllm.lmcache_connector_v1"), [("kv_connector", "install the package that has the module 'lmcache'")], []),
     "lmcache dynamic, no module": (one("LMCacheConnectorV1Dynamic"), [("kv_connector", "set kv_connector_module_path to 'lmcache.integration.vllm.lmcache_connector_v1'")], []),
     "mooncake": (one("MooncakeConnector"), [("kv_connector", MOONCAKE)], []),
-    "nixl and store": (multi(NIXL, STORED), [(child(1, "kv_connector"), MOONCAKE)], []),
+    "nixl and store": (multi(NIXL, STORED), [(key_of(1, "kv_connector"), MOONCAKE)], []),
     "p2p nccl": (one("P2pNcclConnector", "kv_producer", kv_port="21001", kv_buffer_size="1e1"), [("kv_connector", "use 'NixlConnector' or 'MooncakeConnector', whose options differ"), ("kv_buffer_size", "remove it")], []),
     "offloading": (one("OffloadingConnector", extra={"block_size": 64, "cpu_bytes_to_use": 10**9}), [], []),
     "tiering": (one("OffloadingConnector", extra={**TIERS, "secondary_tiers": FS}), [], []),
@@ -70,17 +70,17 @@ CASES: dict[str, tuple[dict[str, Any], Verdict, Verdict]] = {
     "simple offload": (one("SimpleCPUOffloadConnector", extra={"cpu_bytes_to_use": GIB}), [], []),
     "moriio": (one("MoRIIOConnector", extra={"http_port": 8000}), [("kv_connector", "pip install amd-mori"), ("kv_connector", "pip install msgpack")], []),
     "nixl and example": (multi(NIXL, one("ExampleConnector", extra={"shared_storage_path": "local_storage"})), [], []),
-    "two offloading": (multi(CPU, CPU), [], [(child(1, "kv_connector"), "route with kvobs")]),
+    "two offloading": (multi(CPU, CPU), [], [(key_of(1, "kv_connector"), "route with kvobs")]),
     "two offloading, kvobs": (ours(CPU, CPU), [], []),
-    "policy in a child": (multi(NIXL, {**CPU, "kv_load_failure_policy": "recompute"}), [], [(child(1, "kv_load_failure_policy"), "at the top level")]),
+    "policy in a connector": (multi(NIXL, {**CPU, "kv_load_failure_policy": "recompute"}), [], [(key_of(1, "kv_load_failure_policy"), "at the top level")]),
     "connectors by name": (one("MultiConnector", extra={"connectors": {"nixl": NIXL}}), [(f"{PATH}.connectors", "list the connectors as objects")], []),
     "connectors on top": ({"kv_connector": "MultiConnector", "kv_role": "kv_both", "connectors": [NIXL]}, [("connectors", "move it into kv_connector_extra_config"), (f"{PATH}.connectors", "list the connectors")], []),
-    "multi in multi": (multi(NIXL, multi(CPU)), [], [(child(1, "kv_connector"), "move its connectors to the list")]),
-    "mistake in a nested one": (multi(NIXL, multi(one("OffloadingConnector"))), [(child(1, f"{PATH}.connectors[0].{PATH}.cpu_bytes_to_use"), "add")], [(child(1, "kv_connector"), "move its connectors")]),
-    "producer, child consumes": (multi(one("NixlConnector", "kv_consumer"), CPU, role="kv_producer"), [], [(child(0, "kv_role"), "use the role that this engine has")]),
-    "ascend": (multi(one("MooncakeConnectorV1", "kv_producer"), one("AscendStoreConnector", "kv_producer")), [(child(0, "kv_connector"), "install vllm-ascend"), (child(1, "kv_connector"), "install vllm-ascend")], []),
+    "multi in multi": (multi(NIXL, multi(CPU)), [], [(key_of(1, "kv_connector"), "move its connectors to the list")]),
+    "mistake in a nested one": (multi(NIXL, multi(one("OffloadingConnector"))), [(key_of(1, f"{PATH}.connectors[0].{PATH}.cpu_bytes_to_use"), "add")], [(key_of(1, "kv_connector"), "move its connectors")]),
+    "producer, connector consumes": (multi(one("NixlConnector", "kv_consumer"), CPU, role="kv_producer"), [], [(key_of(0, "kv_role"), "use the role that this engine has")]),
+    "ascend": (multi(one("MooncakeConnectorV1", "kv_producer"), one("AscendStoreConnector", "kv_producer")), [(key_of(0, "kv_connector"), "install vllm-ascend"), (key_of(1, "kv_connector"), "install vllm-ascend")], []),
     "kvobs": (ours(NIXL, CPU), [], []),
-    "kvobs isolates cpu": (ours(CPU, NIXL, kvobs={"isolate": ["OffloadingConnector"]}, kv_load_failure_policy="recompute"), [], []),
+    "kvobs isolates cpu": (ours(CPU, NIXL, kvobs={"best_effort": ["OffloadingConnector"]}, kv_load_failure_policy="recompute"), [], []),
     "kvobs, slips": (ours(CPU, kvobs={"load_polcy": "first", "slow_call_ms": "1s", "tracing": "requests", "lookup_timeout": 5}), [(f"{PATH}.kvobs.slow_call_ms", "use an allowed value"), (f"{PATH}.kvobs.tracing", "use an allowed value"), (f"{PATH}.kvobs.load_polcy", "use 'load_policy'"), (f"{PATH}.kvobs.lookup_timeout", "use 'lookup_timeout_ms'")], []),
     "KvobsConnector": (one("KvobsConnector", kv_connector_module_path="kvobs", extra={"connectors": [NIXL]}), [("kv_connector", "use 'MultiConnector'")], []),
     "wrong module": (multi(NIXL, kv_connector_module_path="kv_obs"), [("kv_connector_module_path", "use 'kvobs'")], []),

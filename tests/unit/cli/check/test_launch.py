@@ -33,10 +33,10 @@ def with_key(connector: str, value: str) -> str:
     return f'{{"kv_connector": "{connector}", {BOTH}, "kv_connector_extra_config": {value}}}'
 
 
-ALONE = router(EXAMPLE, kvobs='{"isolate": ["ExampleConnector"]}').replace(
+ALONE = router(EXAMPLE, kvobs='{"best_effort": ["ExampleConnector"]}').replace(
     BOTH, f'"kv_load_failure_policy": "recompute", {BOTH}', 1
 )
-RECOMPUTED = ALONE.replace(', "kvobs": {"isolate": ["ExampleConnector"]}', "")
+RECOMPUTED = ALONE.replace(', "kvobs": {"best_effort": ["ExampleConnector"]}', "")
 OURS, STOCK = router(CPU, NIXL), router(CPU, NIXL, module="")
 KEYED = CPU.replace(BOTH, f'{BOTH}, "kv_connector_module_path": "kvobs"')
 BY_PATH = router(
@@ -103,13 +103,13 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "log to stderr": (router(CPU, kvobs='{"request_log": "stderr"}'), 1, ()),
     "longest of one": (router(CPU, kvobs='{"load_policy": "longest"}'), 1, ("kvobs.load_policy: has no effect",)),
     "earlier of one": (router(CPU, kvobs='{"wait_for": "earlier"}'), 1, ("kvobs.wait_for: has no effect",)),
-    "slow, none isolated": (router(CPU, kvobs='{"isolate_slow_ms": 5}'), 1, ("isolate_slow_ms: has no effect",)),
+    "slow, none isolated": (router(CPU, kvobs='{"best_effort_slow_ms": 5}'), 1, ("best_effort_slow_ms: has no effect",)),
     "propagate": (router(CPU, kvobs='{"tracing": {"propagate": true}}'), 1, ("propagate: has no effect",)),
     "kvobs in a connector": (router(with_key("NixlConnector", '{"kvobs": {}}')), 1, ("kvobs: has no effect in a",)),
-    "kvobs misspelt": (OURS.replace('"connectors"', '"Kvob": {}, "isolate": [], "x": 1, "connectors"'), 1, ("Kvob: has no effect: nothing reads", "isolate: has no effect here: it is an option of kvobs")),
+    "kvobs misspelt": (OURS.replace('"connectors"', '"Kvob": {}, "best_effort": [], "x": 1, "connectors"'), 1, ("Kvob: has no effect: nothing reads", "best_effort: has no effect here: it is an option of kvobs")),
     "chunks": (f"vllm serve m {K} '{router(EXAMPLE, CPU)}'", 1, ("found ExampleConnector with chunked prefill",)),
-    "vllm's defaults": (f"vllm serve m --no-enable-chunked-prefill {K} '{ALONE}'", 1, ("kvobs.isolate: found 'ExampleConnector', which only offers synchronous loads: its hits are ignored, because vLLM's V2 model runner",)),
-    "steps in flight": (f"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve m --no-enable-chunked-prefill {K} '{ALONE}'", 1, ("kvobs.isolate: found 'ExampleConnector', which only offers synchronous loads: its hits are ignored, because with several steps",)),
+    "vllm's defaults": (f"vllm serve m --no-enable-chunked-prefill {K} '{ALONE}'", 1, ("kvobs.best_effort: found 'ExampleConnector', which only offers synchronous loads: its hits are ignored, because vLLM's V2 model runner",)),
+    "steps in flight": (f"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve m --no-enable-chunked-prefill {K} '{ALONE}'", 1, ("kvobs.best_effort: found 'ExampleConnector', which only offers synchronous loads: its hits are ignored, because with several steps",)),
     "a step at a time": (f"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve m --no-enable-chunked-prefill --no-async-scheduling {K} '{ALONE}'", 1, ()),
     "a step in each stage": (f"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve m -pp 2 --no-enable-chunked-prefill --no-async-scheduling {K} '{ALONE}'", 1, ("because with several steps",)),
     "synchronous loads": (RECOMPUTED, 1, ("kv_load_failure_policy: found 'recompute', and 'ExampleConnector' loads synchronously: vLLM's V2 model runner",)),

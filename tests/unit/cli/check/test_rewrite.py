@@ -73,7 +73,7 @@ def test_multi_connector_keeps_its_settings(stock: dict[str, Any]) -> None:
 
 
 @given(singles)
-def test_a_single_connector_is_the_only_child_and_sees_what_it_saw(stock: dict[str, Any]) -> None:
+def test_a_single_connector_is_the_only_connector_and_sees_what_it_saw(stock: dict[str, Any]) -> None:
     config = rewrite(stock)
     transfer = KVTransferConfig(**config)
     (spec,) = read_specs(transfer)

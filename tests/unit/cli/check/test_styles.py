@@ -461,7 +461,7 @@ FILES: dict[str, tuple[str, Verdict]] = {
               engine_kwargs:
                 kv_transfer_config: {kv_connector: NixlConnector, kv_role: kv_both}
         """, Verdict(1, words=(ROUTER, "!SIDE_CHANNEL_HOST"))),
-    "router, one child of an image": ("""
+    "router, one connector of an image": ("""
         apiVersion: v1
         kind: Pod
         metadata: {name: p}

@@ -238,7 +238,7 @@ def test_keys_sort_and_quit(address: str) -> None:
     with terminal(str(KVOBS), "top", address, *QUICK) as shown:
         shown.wait_for(ALTERNATE)
         shown.wait_for("the last 0.2 s", "as configured", "cpu", "disk", "q quit")
-        assert not shown.is_as_before, "keys would be echoed"
+        assert not shown.is_as_before, "keys would be failure_reported"
         shown.type("<")
         shown.wait_for("by errors /s, largest first", "disk")
         for other in ("\x1b[15~", "\x1bOP", "\x1bOQ", "xZ>"):  # function keys have no meaning, nor have letters

@@ -1,4 +1,4 @@
-"""What each child did, out of metrics that kvobs's own code filled; sorted; as JSON."""
+"""What each connector did, out of metrics that kvobs's own code filled; sorted; as JSON."""
 
 import json
 import re
@@ -96,12 +96,14 @@ def test_the_first_scrape_and_that_after_a_restart_say_what_happened_since_the_s
     assert (cpu.lookups_per_s, cpu.load_tokens_per_s, cpu.stall_s_per_s) == (4, 1024, about(0.020))
 
 
-def test_engines_have_children_of_their_own_in_the_order_of_numbers_and_of_the_configuration() -> None:
+def test_engines_have_connectors_of_their_own_in_the_order_of_numbers_and_of_the_configuration() -> None:
     engines = Engines("second", "first", engines=11)
     engines.send(lambda recorder: count(recorder, 1, signals.LOAD_TOKENS, 7), engine=10)
-    children = server_row("here", None, engines.scrape()).connectors
-    assert [(c.engine, c.connector) for c in children] == [(str(e), c) for e in range(11) for c in ("second", "first")]
-    assert [c.load_tokens_per_s for c in children] == [0] * 21 + [7]
+    connectors = server_row("here", None, engines.scrape()).connectors
+    assert [(c.engine, c.connector) for c in connectors] == [
+        (str(e), c) for e in range(11) for c in ("second", "first")
+    ]
+    assert [c.load_tokens_per_s for c in connectors] == [0] * 21 + [7]
 
 
 def test_the_cost_of_kvobs_is_the_servers() -> None:
@@ -109,7 +111,7 @@ def test_the_cost_of_kvobs_is_the_servers() -> None:
     engines.send()
     before = engines.scrape(at_s=0)
     for recorder in engines.recorders:
-        recorder.page.add(slot(signals.SELF_SECONDS, "export"), 40 * MS)
+        recorder.page.add(slot(signals.OVERHEAD_SECONDS, "export"), 40 * MS)
         recorder.page.add(slot(signals.INTERNAL_ERRORS, "record"), 2)
     engines.front.shown._totals[1].count(slot(signals.INTERNAL_ERRORS, "read"), 1)
     server = server_row("here", before, engines.scrape(at_s=2))
@@ -141,7 +143,7 @@ def both(recorder: Recorder) -> None:
 
 
 def corrupt(recorder: Recorder) -> None:
-    recorder.count_open(0, signals.CORRUPT_BLOCKS, "1")
+    recorder.count_dynamic(0, signals.CORRUPT_BLOCKS, "1")
 
 
 ASKED = {(0, signals.IN_FLIGHT, "lookup"): 1}
@@ -151,9 +153,9 @@ STATES: list[tuple[Callable[[Recorder], None], dict[tuple[Any, ...], int], int, 
     (called, {}, 0, ("OK", "time_in_calls")),
     (lambda _: None, {(0, signals.IN_FLIGHT, "save"): 1}, 0, ("OK", "in_progress")),
     (lambda _: None, waiting("save"), 0, ("OK", "in_progress")),
-    *((lambda _: None, waiting(kind), 0, ("Hangs", kind)) for kind in ("lookup", "load", "resume")),
+    *((lambda _: None, waiting(kind), 0, ("Hangs", kind)) for kind in ("lookup", "load", "awaiting_schedule")),
     (computing, waiting("load"), 0, ("Hangs", "load")),
-    (computing, waiting("resume"), 0, ("OK", "in_progress")),
+    (computing, waiting("awaiting_schedule"), 0, ("OK", "in_progress")),
     (lambda _: None, waiting("load") | {(0, signals.QUARANTINED): 1}, 0, ("Hangs", "load")),
     (corrupt, {(0, signals.QUARANTINED): 1}, 0, ("Corrupt", "corrupt_blocks")),
     (called, {(0, signals.QUARANTINED): 1}, 0, ("Quarantined", "quarantined")),

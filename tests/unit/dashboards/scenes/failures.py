@@ -98,7 +98,7 @@ def many_failing(policy: str, ending: str) -> Scenes:
 
 
 def quarantined(values: str, steps: str = "0+0.01x400") -> Series:
-    return {"kvobs_quarantined": values, 'kvobs_self_seconds_total{where="record"}': steps}
+    return {"kvobs_quarantined": values, 'kvobs_overhead_seconds_total{stage="record"}': steps}
 
 
 SCENES = {

@@ -15,7 +15,7 @@ RANKS: Series = {
     'kvobs_call_duration_seconds_count{hook="start_load_kv"}': "0+600x400",
     "kvobs_load_stall_seconds_sum": "0+0.3x400",
     "kvobs_load_stall_seconds_count": "0+600x400",
-    'kvobs_self_seconds_total{where="record"}': "0+1x400",
+    'kvobs_overhead_seconds_total{stage="record"}': "0+1x400",
     'kvobs_gc_pause_seconds_total{process="worker"}': "0+0.01x400",
 }  # fmt: skip
 """What a host with healthy ranks serves."""
@@ -28,7 +28,8 @@ OF_RANKS = (
 BY_RANKS = frozenset({
     signals.CALL_DURATION, signals.CALL_ERRORS, signals.SLOW_CALLS, signals.LOAD_STALL, signals.SAVE_STALL,
     signals.BLOCK_COPY_DURATION, signals.BLOCK_COPY_BYTES, signals.VERIFIED_BLOCKS, signals.CORRUPT_BLOCKS,
-    signals.INTERNAL_ERRORS, signals.SELF_SECONDS, signals.SPANS_DROPPED, signals.GC_PAUSES, signals.CALL_IN_PROGRESS,
+    signals.INTERNAL_ERRORS,
+    signals.OVERHEAD_SECONDS, signals.SPANS_DROPPED, signals.GC_PAUSES, signals.CALL_IN_PROGRESS,
     signals.ENGINE_ENDED,
 })  # fmt: skip
 """What the processes of ranks count, and what is seen of them."""

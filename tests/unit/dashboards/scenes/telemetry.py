@@ -12,8 +12,8 @@ NO_JOB = "The job kvobs has no targets. No other kvobs alert can fire there."
 
 def cost(record: str, export: str = "0+0.1x400", ranks: int = 0) -> Series:
     return {
-        'kvobs_self_seconds_total{where="record"}': record,
-        'kvobs_self_seconds_total{where="export"}': export,
+        'kvobs_overhead_seconds_total{stage="record"}': record,
+        'kvobs_overhead_seconds_total{stage="export"}': export,
         **{f'kvobs_slowest_rank_total{{connector="x",rank="{rank}"}}': UP for rank in range(ranks)},
     }
 

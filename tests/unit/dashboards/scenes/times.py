@@ -93,7 +93,7 @@ def each_minute(series: Series) -> dict[str, str]:
 ERRORS = 'kvobs_call_errors_total{hook="get_num_new_matched_tokens",error_type="TimeoutError"}'
 INTERNAL = 'kvobs_internal_errors_total{where="merge"}'
 STUCK = 'kvobs_stuck_transfers_total{rank="1"}'
-BUSY = {'kvobs_self_seconds_total{where="record"}': counted((MINUTES, 0.1))}
+BUSY = {'kvobs_overhead_seconds_total{stage="record"}': counted((MINUTES, 0.1))}
 WELL, END = (MINUTES, 200, 0.0), MINUTES + 1
 SLOW, FAILING, BLOCKS = "KvobsLoadsSlow", "KvobsConnectorFailing", "KvobsConnectorBlocksScheduler"
 SLOWED = "KvobsLoadsSlowed"

@@ -5,7 +5,7 @@ from tests.unit.dashboards.scenes.scene import OF_CHILD, OF_ENGINE, OLD, START, 
 OLDEST = 'kvobs_oldest_in_flight_seconds{kind="save"}'
 OLDEST_LOAD = OLDEST.replace("save", "load")
 OLDEST_LOOKUP = OLDEST.replace("save", "lookup")
-OLDEST_RESUME = OLDEST.replace("save", "resume")
+OLDEST_RESUME = OLDEST.replace("save", "awaiting_schedule")
 STEPS = "kvobs_step_seconds_total"
 LOADED, RUNNING = 'vllm:num_requests_kv_fetch_by_stage{stage="completed_waiting"}', "vllm:num_requests_running"
 ASKED = {'kvobs_in_flight{kind="lookup"}': "4+0x400"}
@@ -108,7 +108,8 @@ SCENES = {
             Fires(
                 not_resumed("0+30x400", "50+0x400"), "4m",
                 f"{OF_ENGINE} runs no step that computes anything. A request whose load has finished (disk) has "
-                "waited for 4m 0s, because the blocks it needs are not freed.", {"connector": "disk", "kind": "resume"},
+                "waited for 4m 0s, because the blocks it needs are not freed.",
+                {"connector": "disk", "kind": "awaiting_schedule"},
             ),
             Fires(
                 not_resumed("0+0x400", "50+0x400", "2+0x400", "0+0x400"), "4m",

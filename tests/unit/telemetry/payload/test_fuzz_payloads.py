@@ -19,13 +19,13 @@ from kvobs.testing import transfer_config
 from tests.support.contexts import json_values, near_misses
 from tests.support.front import Front, metered
 
-CHILDREN = {"one": "tests.support.scripted:MeteredConnector", "two": "tests.support.scripted:MeteredConnector"}
+CONNECTORS = {"one": "tests.support.scripted:MeteredConnector", "two": "tests.support.scripted:MeteredConnector"}
 FEW = 400
 STATS_CLASSES = ("NixlConnector", "OffloadingConnector", "MooncakeConnector", "HF3FSKVConnector", "HiSparseConnector")
 
 
 def good() -> dict[str, Any]:
-    return {"one": {"n": 1}, "kvobs": dict(CHILDREN)}
+    return {"one": {"n": 1}, "kvobs": dict(CONNECTORS)}
 
 
 class ApiServer:
@@ -99,7 +99,7 @@ def put(into: Any, path: tuple[Any, ...], value: Any) -> Any:
     return into
 
 
-SENT: dict[str, Any] = {"one": {"n": 2}, "two": {"n": 3, "more": {"of": [1]}}, "kvobs": dict(CHILDREN)}
+SENT: dict[str, Any] = {"one": {"n": 2}, "two": {"n": 3, "more": {"of": [1]}}, "kvobs": dict(CONNECTORS)}
 PLACES = [path for path in places(SENT) if path]
 
 
@@ -138,7 +138,7 @@ def test_anything_may_stand_for_the_classes_and_no_stats_are_lost(sent: Any) -> 
     st.dictionaries(st.sampled_from(["data", "types", "num_failed_transfers"]) | st.text(max_size=3), broken),
     st.integers(1, 3),
 )
-def test_childrens_strange_stats_never_raise(name: str, lasting: Lasting, noted: dict[Any, Any], times: int) -> None:
+def test_connectors_strange_stats_never_raise(name: str, lasting: Lasting, noted: dict[Any, Any], times: int) -> None:
     """NIXL's stats, for one, can't say whether they are empty when a key is missing."""
     server = lasting.server()
     before = server.things()
@@ -149,7 +149,7 @@ def test_childrens_strange_stats_never_raise(name: str, lasting: Lasting, noted:
 
 
 @pytest.mark.usefixtures("in_production")
-def test_stats_nested_too_deep_cost_their_child_only(lasting: Lasting) -> None:
+def test_stats_nested_too_deep_cost_their_connector_only(lasting: Lasting) -> None:
     deep: Any = 1
     for _ in range(3000):
         deep = {"d": deep}
@@ -157,18 +157,18 @@ def test_stats_nested_too_deep_cost_their_child_only(lasting: Lasting) -> None:
     mine.aggregate(rebuild({"strange": {"n": deep}, "other": {"n": 1}}))
     assert mine["other"].data == {"n": 2}
     assert "strange" not in MultiKVConnectorStats.reduce(mine)
-    lasting.server().front.metrics.observe({"one": {"n": deep}, "kvobs": CHILDREN})
+    lasting.server().front.metrics.observe({"one": {"n": deep}, "kvobs": CONNECTORS})
     faults.take()
 
 
 OTHERS: dict[str, Any] = {
-    "of the version before": {"v": 5, "table": 7, "children": CHILDREN, "counts": [1, 2], "spans": [["x"]]},
-    "fewer children": {"one": CHILDREN["one"]},
-    "more children": {**CHILDREN, "three": "m:C"},
-    "names that are none": {1: "m:C", **CHILDREN},
-    "a child without a class": {**CHILDREN, "two": None},
-    "a class that is not imported": {**CHILDREN, "two": "os:system"},
-    "a class that is no connector": {**CHILDREN, "two": "os.path:join"},
+    "of the version before": {"v": 5, "table": 7, "connectors": CONNECTORS, "counts": [1, 2], "spans": [["x"]]},
+    "fewer connectors": {"one": CONNECTORS["one"]},
+    "more connectors": {**CONNECTORS, "three": "m:C"},
+    "names that are none": {1: "m:C", **CONNECTORS},
+    "a connector without a class": {**CONNECTORS, "two": None},
+    "a class that is not imported": {**CONNECTORS, "two": "os:system"},
+    "a class that is no connector": {**CONNECTORS, "two": "os.path:join"},
     "classes that are none": [["one", "m:C"]],
 }
 

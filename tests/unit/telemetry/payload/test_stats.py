@@ -51,13 +51,13 @@ class BrokenConnector(KVConnectorBase_V1):
         raise RuntimeError("no")
 
 
-def payload(**children: KVConnectorStats) -> MultiKVConnectorStats:
-    classes = dict.fromkeys(children, class_path(Connector))
-    return MultiKVConnectorStats(data={**children, "kvobs": Classes.of(classes)})
+def payload(**connectors: KVConnectorStats) -> MultiKVConnectorStats:
+    classes = dict.fromkeys(connectors, class_path(Connector))
+    return MultiKVConnectorStats(data={**connectors, "kvobs": Classes.of(classes)})
 
 
 @pytest.mark.parametrize("cls", [Connector, Outer.Inner])
-def test_a_child_of_an_unregistered_class_is_rebuilt_as_what_it_was(cls: type) -> None:
+def test_a_connector_of_an_unregistered_class_is_rebuilt_as_what_it_was(cls: type) -> None:
     """From the worker by way of the scheduler to the API server."""
     ours = Classes.of({"a": class_path(cls)})
     sent = pickle.loads(pickle.dumps(MultiKVConnectorStats(data={"kvobs": ours, "a": Stats(data={"n": 2})})))
@@ -79,7 +79,7 @@ def test_mixtures_are_rebuilt() -> None:
 
 
 @pytest.mark.parametrize("path", ["nowhere:Class", f"{__name__}:Nothing", f"{__name__}:BrokenConnector", ":", ""])
-def test_a_child_that_can_not_be_rebuilt_keeps_its_raw_numbers(path: str) -> None:
+def test_a_connector_that_can_not_be_rebuilt_keeps_its_raw_numbers(path: str) -> None:
     stats = rebuild({"a": {"n": 2}, "kvobs": {"a": path}})
     assert isinstance(stats["a"], RawStats)
     assert stats["a"].data == {"n": 2}
@@ -99,7 +99,7 @@ class SilentConnector(KVConnectorBase_V1):
 
 
 @pytest.mark.parametrize("router", [stock.MultiConnector, kvobs.MultiConnector], ids=["stock", "kvobs"])
-def test_a_child_that_makes_nothing_of_its_stats_is_left_out(router: Any) -> None:
+def test_a_connector_that_makes_nothing_of_its_stats_is_left_out(router: Any) -> None:
     wire: dict[str, Any] = {"ExampleConnector": {"n": 2}}
     if router is kvobs.MultiConnector:
         wire = {"a": {"n": 3}, "kvobs": {"a": class_path(SilentConnector)}}
@@ -156,7 +156,7 @@ def test_classes_are_no_numbers() -> None:
         ({"a": "m:A", "b": None, 1: "m:C", "d": ["m:D"]}, {"a": "m:A"}),
         ({"data": {"a": "m:A"}}, {"a": "m:A"}),
         (Classes.of({"a": "m:A"}), {"a": "m:A"}),
-        ({"v": 5, "table": 1, "children": {"a": "m:A"}, "counts": [0, 1]}, {}),
+        ({"v": 5, "table": 1, "connectors": {"a": "m:A"}, "counts": [0, 1]}, {}),
     ],
     ids=["none", "a number", "a list", "no texts", "wrapped", "an object", "of an older version"],
 )
@@ -173,14 +173,14 @@ def test_stats_that_can_not_be_merged_keep_their_raw_numbers() -> None:
     assert mine["a"].data == {"n": 3}
 
 
-def test_the_log_has_each_childs_own_summary() -> None:
+def test_the_log_has_each_connectors_own_summary() -> None:
     """What kvobs counts is in a line of kvobs's own: see ``kvobs.export.summary``."""
     stats = payload(a=Stats(data={}), b=Looked(data={"n": 7}), c=Unmergeable(data={"n": 1}))
     assert stats.reduce() == {"b": {"lookups": 7}}
 
 
 @pytest.mark.parametrize("cls", [stock.MultiKVConnectorStats, MultiKVConnectorStats], ids=["stock", "kvobs"])
-def test_the_log_line_has_a_dict_of_plain_numbers_for_each_child(cls: Any) -> None:
+def test_the_log_line_has_a_dict_of_plain_numbers_for_each_connector(cls: Any) -> None:
     """As readers of stock's line expect it: their pattern is name={metric: number}."""
     stats = cls(data={"a": Stats(data={"n": 1}), "b": Stats(data={"n": 2})})
     if cls is MultiKVConnectorStats:

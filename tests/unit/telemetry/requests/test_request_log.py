@@ -55,12 +55,12 @@ def numbers(path: Path) -> list[int]:
 class Stuck(Stderr):
     def __init__(self) -> None:
         super().__init__()
-        self.is_over = threading.Event()
+        self.is_settled = threading.Event()
         self.has_begun = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.has_begun.set()
-        self.is_over.wait(30)
+        self.is_settled.wait(30)
 
 
 def test_lines_are_appended_in_their_order_and_the_last_ones_at_the_end(start: Start, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_handing_over_waits_for_no_write(start: Start) -> None:
     assert stuck.has_begun.wait(20)
     put(log, *range(WAITING_AT_MOST + 7))
     assert counts(recorder) == {DROPPED: 7}
-    stuck.is_over.set()
+    stuck.is_settled.set()
 
 
 def test_the_end_waits_shortly(start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -261,4 +261,4 @@ def test_the_end_waits_shortly(start: Start, monkeypatch: pytest.MonkeyPatch, ca
     put(log, 1, 2)
     log.close()
     assert "2 lines of the request log stderr were not written" in caplog.text
-    stuck.is_over.set()
+    stuck.is_settled.set()

@@ -26,7 +26,7 @@ from kvobs.telemetry.tracing.trace_context import of_params
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import json_values, lookup, no_otel_variables, request
 from tests.support.numbers import numbers
-from tests.support.rig import assert_nothing_is_left, child_config, observer_of
+from tests.support.rig import assert_nothing_is_left, entry_for, observer_of
 
 NAMES = ["one", "two"]
 KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
@@ -92,7 +92,7 @@ def loaded(engine: Engine, script: Script, request: str = "r", **params: Any) ->
 @pytest.mark.parametrize("own", [None, {}, {"key": 1}])
 def test_who_asks_gets_a_report_and_nobody_else(option: bool, sent: Any, own: Any, make: Make, a: Script) -> None:
     a.offers["r"], a.params = KV, {} if own is None else {"r": own}
-    engine = make(report=option)
+    engine = make(request_report=option)
     loaded(engine, a, **sent)
     found = engine.answers["r"]
     if option and sent.get("kvobs") == ASK:
@@ -112,7 +112,7 @@ def test_without_the_options_nothing_listens(make: Make) -> None:
 
 def test_requests_that_nobody_asks_about_are_not_kept(make: Make, a: Script) -> None:
     a.offers["r"] = KV
-    engine = make(report=True)
+    engine = make(request_report=True)
     engine.rig.add("r")
     engine.rig.run(2)
     assert observer_of(engine.rig, Reports) is not None
@@ -135,7 +135,7 @@ def test_a_decode_engine_reports_too_where_the_prefill_engines_report_comes_with
     """With the trace context, which it reads as without the report."""
     no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1")
     b.params["prefill"] = {"remote_block_ids": [1]}
-    prefill = make(report=True)
+    prefill = make(request_report=True)
     prefill.rig.add("prefill", max_tokens=1, kvobs=ASK)
     prefill.rig.run(3)
     handed = prefill.answers["prefill"]
@@ -144,7 +144,7 @@ def test_a_decode_engine_reports_too_where_the_prefill_engines_report_comes_with
     assert of_params(handed) is not None
 
     a.offers["decode"] = KV
-    decode = make(report=True)
+    decode = make(request_report=True)
     loaded(decode, a, "decode", **handed)
     assert decode.report("decode")["loads"][0]["outcome"] == "ok"
     assert decode.report("decode")["asked"] is True
@@ -158,7 +158,7 @@ def test_a_decode_engine_reports_too_where_the_prefill_engines_report_comes_with
 def test_report_of_an_async_load(make: Make, a: Script, b: Script) -> None:
     a.offers["r"], b.offers["r"] = [(None, False), (None, False), KV], (3 * BLOCK, True)
     b.promises.add("r")
-    engine = make(report=True, log=True)
+    engine = make(request_report=True, log=True)
     engine.rig.add("r", kvobs=ASK)
     engine.rig.run(4)
     a.say(0, received="r")
@@ -187,7 +187,7 @@ def test_report_of_an_async_load(make: Make, a: Script, b: Script) -> None:
 def test_a_sync_load_in_the_last_step_is_open_in_responses_and_ended_in_logs(lag: int, make: Make, a: Script) -> None:
     """As on a prefill engine: vLLM ends the request before it passes on the workers' reports of that step."""
     a.offers["r"] = SYNC
-    engine = make(report=True, log=True, lag=lag, ranks=2)
+    engine = make(request_report=True, log=True, lag=lag, ranks=2)
     engine.rig.add("r", max_tokens=1, kvobs=ASK)
     engine.rig.run(1 + lag)
     (load,) = engine.report()["loads"]
@@ -204,7 +204,7 @@ def test_report_of_a_load_that_fails_or_is_aborted_with_its_request(
     reason: str, policy: str, make: Make, a: Script
 ) -> None:
     a.offers["r"] = KV
-    engine = make(report=True, log=True, policy=policy)
+    engine = make(request_report=True, log=True, policy=policy)
     engine.rig.add("r", kvobs=ASK)
     engine.rig.step()
     if reason == "error":
@@ -306,7 +306,7 @@ def test_live_requests_are_gathered_up_to_a_limit(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("in_production")
 def test_a_fault_costs_the_report_and_nothing_else(make: Make, a: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     a.offers["r"], a.params["r"] = KV, {"key": 1}
-    engine = make(report=True, log=True)
+    engine = make(request_report=True, log=True)
     monkeypatch.setattr(request_reports, "into_params", None)
     loaded(engine, a, kvobs=ASK)
     assert engine.answers == {"r": {"key": 1}}
@@ -322,7 +322,7 @@ def test_stderr_is_an_output_too(capfd: pytest.CaptureFixture[str], a: Script) -
 
 
 def test_workers_report_nothing(a: Script) -> None:
-    options = read({"connectors": [child_config(a)], "kvobs": {"report": True}}).options
+    options = read({"connectors": [entry_for(a)], "kvobs": {"request_report": True}}).options
     config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="engine"), instance_id="start")
     built = recorders.build(plain(["a"]), options, config, TracingSettings.of(options, config), rank=0)
     assert (built.traces, built.loads, built.reports, built.log) == (None, None, None, None)

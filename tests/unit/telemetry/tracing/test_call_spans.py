@@ -25,8 +25,8 @@ class Calls:
         tracing = replace(TRACING, has_calls=traces_all)
         self.spans = CallSpans(["disk", "cpu"], self.journal, tracing, sampler or Sampler(roots), **more)
 
-    def note(self, hook: str = STEP_HOOK, child: int = 0, *, is_slow: bool = False, **more: Any) -> list[Record]:
-        self.spans.note(CallEvent(child, hook, 1_000, 50, is_slow, **more))
+    def note(self, hook: str = STEP_HOOK, index: int = 0, *, is_slow: bool = False, **more: Any) -> list[Record]:
+        self.spans.note(CallEvent(index, hook, 1_000, 50, is_slow, **more))
         return written(self.journal)
 
     def one(self, *args: Any, **more: Any) -> Record:
@@ -80,7 +80,7 @@ def test_calls_of_a_step_share_its_trace_and_those_of_none_have_one_each() -> No
     calls = Calls(traces_all=True)
     alone = [calls.one().trace_id for _ in range(3)]
     trace: Any = calls.spans.begin_step()
-    together = [calls.one(child=child).trace_id for child in (0, 1)]
+    together = [calls.one(index=index).trace_id for index in (0, 1)]
     assert together == [trace.trace_id] * 2
     assert len({*alone, *together}) == 4
     below = Calls()

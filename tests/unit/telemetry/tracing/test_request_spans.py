@@ -58,8 +58,8 @@ class Writer:
         self.spans.loaded(Opened(trace, "2" * 16, trace.above), load, gain)
         return next(iter(self.groups()), [])
 
-    def saved(self, trace: Trace, save: Save, ended_ns: int, child: int = 1) -> list[Record]:
-        self.spans.saved(Opened(trace, "3" * 16, trace.above), child, save, ended_ns)
+    def saved(self, trace: Trace, save: Save, ended_ns: int, index: int = 1) -> list[Record]:
+        self.spans.saved(Opened(trace, "3" * 16, trace.above), index, save, ended_ns)
         return next(iter(self.groups()), [])
 
 

@@ -327,8 +327,8 @@ def test_a_decode_engine_links_to_the_save_it_waits_for_else_to_what_is_above() 
     assert handed(traces) == SAMPLED
     traces.promised("r", {1: Save(True), 0: Save(True)}, {})
     context = handed(traces)
-    for child in (0, 1):
-        traces.saved("r", child, Save(True), 1)
+    for index in (0, 1):
+        traces.saved("r", index, Save(True), 1)
     second, first = (one.span_id for one in scheduler.written())
     assert context == TraceContext(SAMPLED.trace_id, first, True)
     assert first != second

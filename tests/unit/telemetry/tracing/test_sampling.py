@@ -118,7 +118,7 @@ def test_a_ratio_gives_a_trace_one_verdict_everywhere(number: int, ratio: float,
 @pytest.mark.parametrize("around", [SAMPLED, UNSAMPLED])
 @pytest.mark.parametrize("sampler", ["parentbased_always_on", "parentbased_always_off"])
 def test_a_current_span_is_nobodys_parent(sampler: str, around: TraceContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where vLLM runs inside of a program that traces itself, or a child calls back with a context of its own."""
+    """As where vLLM runs inside of a program that traces itself, or a connector calls back with its own context."""
     no_otel_variables(monkeypatch, OTEL_TRACES_SAMPLER=sampler)
     verdicts = Verdicts()
     token = attach(as_otel(around))

@@ -188,10 +188,10 @@ def current() -> int:
 
 @pytest.mark.parametrize("sent", [SAMPLED, None])
 def test_a_context_is_active_during_the_call_and_not_after_it(sent: TraceContext | None) -> None:
-    def child(subject: Any, *args: Any, **kwargs: Any) -> Any:
+    def connector(subject: Any, *args: Any, **kwargs: Any) -> Any:
         return current(), subject, args, kwargs
 
-    call = trace_context.activated(child, lambda subject: sent and trace_context.as_otel(sent))
+    call = trace_context.activated(connector, lambda subject: sent and trace_context.as_otel(sent))
     assert call("r", 1, two=2) == (int(sent.trace_id, 16) if sent else 0, "r", (1,), {"two": 2})
     assert current() == 0
 

@@ -85,7 +85,7 @@ def test_a_sync_load_is_weighed_at_its_end(engine: Engine) -> None:
 
 @pytest.mark.parametrize(("lost", "echo", "kept"), [(None, False, 0), (400, False, 600), (400, True, 0)])
 def test_a_failed_load_saves_what_vllm_keeps_of_it(engine: Engine, lost: int | None, echo: bool, kept: int) -> None:
-    load = engine.load(failed_on={0}, lost_tokens=lost, needs_echo=echo)
+    load = engine.load(failed_on={0}, lost_tokens=lost, must_report_failure=echo)
     engine.now_ns += 20 * MS
     engine.gains.load_ended("r", load)
     engine.resume("r")

@@ -19,9 +19,16 @@ NOT_RECOMPUTED = (
 )
 
 
-def load(ns: int, rank: int | None = None, *, child: int = 0, skew_ns: int = LATE_NS, **more: Any) -> Any:
+def load(ns: int, rank: int | None = None, *, index: int = 0, skew_ns: int = LATE_NS, **more: Any) -> Any:
     slowest = None if rank is None else Slowest(rank, skew_ns)
-    usual = {"child": child, "tokens": 64, "duration_ns": ns, "slowest": slowest, "failed": False, "aborted": False}
+    usual = {
+        "connector_index": index,
+        "tokens": 64,
+        "duration_ns": ns,
+        "slowest": slowest,
+        "failed": False,
+        "aborted": False,
+    }
     return SimpleNamespace(**{**usual, **more})
 
 
@@ -73,7 +80,7 @@ def test_a_rank_that_is_late_is_named_and_its_end(said: pytest.LogCaptureFixture
 def test_connectors_are_apart_and_other_ends_do_not_count(said: pytest.LogCaptureFixture) -> None:
     slow_loads = SlowLoads(["cpu", "remote"], SLOW_NS)
     ended(slow_loads, *[load(2 * SLOW_NS, failed=True), load(2 * SLOW_NS, aborted=True)] * RECENT)
-    ended(slow_loads, *[QUICK, load(2 * SLOW_NS, child=1)] * RECENT)
+    ended(slow_loads, *[QUICK, load(2 * SLOW_NS, index=1)] * RECENT)
     assert [message.split(" ")[1] for message in said.messages] == ["'remote'"] * 2
 
 

@@ -125,7 +125,7 @@ def test_the_gauges_follow_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
         signals.slot(signals.OLDEST_IN_FLIGHT, "lookup"): 2,
         signals.slot(signals.OLDEST_IN_FLIGHT, "load"): -5,
     }
-    assert taken(recorder).gauges == {signals.place(1, slot): value for slot, value in gauges.items()}
+    assert taken(recorder).gauges == {signals.word(1, slot): value for slot, value in gauges.items()}
     assert not transfers.changes
     lookups[1].end("r8")  # which was not in
     assert not transfers.changes
@@ -139,4 +139,4 @@ def test_the_gauges_follow_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
         signals.slot(signals.OLDEST_IN_FLIGHT, "save"): 3,
         signals.slot(signals.HELD_TOKENS, "save"): 100,
     }
-    assert taken(recorder).gauges == {signals.place(1, slot): value for slot, value in gauges.items()}
+    assert taken(recorder).gauges == {signals.word(1, slot): value for slot, value in gauges.items()}

@@ -5,29 +5,29 @@ from typing import Any
 import pytest
 
 from kvobs.probe.recorder import Recorder
-from kvobs.schema.signals import SAVE_HOLD, SELF_SECONDS, Kind, locate
-from kvobs.state.transfers import Gain, Load, Save, Stray
+from kvobs.schema.signals import OVERHEAD_SECONDS, SAVE_HOLD, Kind, locate
+from kvobs.state.transfers import Gain, Load, Save, UnexpectedReport
 from kvobs.telemetry.transfers.outcomes import Outcomes
 from tests.support.numbers import taken
 from tests.support.reports import took
 
 
 class Counted:
-    def __init__(self, children: int) -> None:
-        self.recorder = Recorder(children)
-        self.outcomes = Outcomes(["one", "two", "three"][:children], self.recorder)
+    def __init__(self, connectors: int) -> None:
+        self.recorder = Recorder(connectors)
+        self.outcomes = Outcomes(["one", "two", "three"][:connectors], self.recorder)
 
     def counts(self) -> dict[tuple[Any, ...], int]:
-        """Return (child, metric, label values) -> number, or a histogram's sum; calls into the children left out."""
+        """Return (connector, metric, label values) -> number, or a histogram's sum, without calls into connectors."""
         grown = taken(self.recorder)
         found: dict[tuple[Any, ...], int] = {}
         for place, n in grown.counts.items():
-            series, offset, child = locate(place)
-            if series.signal.name == "kvobs_call_duration_seconds" or series.signal is SELF_SECONDS:
+            series, offset, index = locate(place)
+            if series.signal.name == "kvobs_call_duration_seconds" or series.signal is OVERHEAD_SECONDS:
                 continue
             if series.signal.kind is not Kind.HISTOGRAM or offset == series.width - 1:
-                found[child, series.signal.name, *series.values] = n
-        return found | {(child, name, *values): n for name, child, *values, n in grown.opened}
+                found[index, series.signal.name, *series.values] = n
+        return found | {(index, name, *values): n for name, index, *values, n in grown.opened}
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -74,9 +74,11 @@ def test_an_aborted_load_counts_as_that_and_what_it_loaded_when_it_arrives(fails
 def test_stray_reports_count_each_and_are_logged_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
     counted = Counted(2)
     for request in ("r", "q"):
-        counted.outcomes.stray(Stray(1, "load", request))
-    counted.outcomes.stray(Stray(1, "save", "x\nINFO forged " + "x" * 10**6))
-    assert counted.counts() == {(1, "kvobs_stray_reports_total", kind): n for kind, n in (("load", 2), ("save", 1))}
+        counted.outcomes.unexpected(UnexpectedReport(1, "load", request))
+    counted.outcomes.unexpected(UnexpectedReport(1, "save", "x\nINFO forged " + "x" * 10**6))
+    assert counted.counts() == {
+        (1, "kvobs_unexpected_reports_total", kind): n for kind, n in (("load", 2), ("save", 1))
+    }
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert all("connector 'two' reported" in line and "it was not chosen" in line for line in lines)

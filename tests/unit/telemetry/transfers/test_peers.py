@@ -27,8 +27,8 @@ class Observed:
         self.peers.allocated(observed, NO_RESULT, owner, 64 if owner is not None else 0)
         return observed
 
-    def end(self, request: str, *, failed: bool = False, aborted: bool = False, child: int = NIXL) -> None:
-        load = Load(child, 64, True, 1, arrived={0: 7}, failed_on={0} if failed else set(), aborted=aborted)
+    def end(self, request: str, *, failed: bool = False, aborted: bool = False, index: int = NIXL) -> None:
+        load = Load(index, 64, True, 1, arrived={0: 7}, failed_on={0} if failed else set(), aborted=aborted)
         self.peers.load_ended(request, load)
 
     def abort(self, request: str, *, failed: bool = False, by_error: bool = False) -> None:
@@ -90,7 +90,7 @@ def test_each_load_is_counted_once_with_its_outcome() -> None:
 def test_a_store_that_loads_instead_of_the_peer_is_not_the_peer() -> None:
     observed = Observed()
     observed.allocate("r", owner=CPU)
-    observed.end("r", child=CPU)
+    observed.end("r", index=CPU)
     observed.allocate("other", {})
     observed.end("other")
     assert observed.counted == {}

@@ -33,7 +33,7 @@ class Watched(Rig):
 
     def __init__(self, *scripts: Script, share: float | None = 1.0, budget: int | None = None, **more: Any) -> None:
         self.orders: list[VerifyOrders] = []
-        super().__init__("kvobs", *scripts, kvobs={"verify": {"share": share}}, **more)
+        super().__init__("kvobs", *scripts, kvobs={"verify": {"sample_ratio": share}}, **more)
         if budget is not None:
             self.scheduler.max_num_scheduled_tokens = budget
 
@@ -107,7 +107,7 @@ def test_the_blocks_of_a_load_are_those_that_it_fills_wholly(is_async: bool) -> 
     script.say(0, received="a" if is_async else "")
     rig.run(4)
     (load,) = rig.loads
-    assert (load.child, load.request, load.is_async) == (1, "a", is_async)
+    assert (load.connector_index, load.request, load.is_async) == (1, "a", is_async)
     assert [(block.id, block.position // BLOCK) for block in load.blocks] == list(zip(ids[:3], range(3), strict=True))
     assert rig.noted == [[4]]  # the fourth is partly loaded
 
@@ -137,7 +137,7 @@ def test_a_load_that_has_failed_is_not_compared_again() -> None:
     rig.run(2)
     two.say(0, received="a")
     rig.run(6)
-    assert [(load.child, load.is_again) for load in rig.loads] == [(0, False), (1, False)]
+    assert [(load.connector_index, load.is_again) for load in rig.loads] == [(0, False), (1, False)]
     assert rig.noted == [[2, 3, 4]]
 
 
@@ -275,12 +275,12 @@ def _request(tokens: int, keys: list[bytes], params: Any = None) -> Any:
     return SimpleNamespace(request_id="a", num_prompt_tokens=tokens, block_hashes=keys, kv_transfer_params=params)
 
 
-def _lookup(*children: int) -> LookupResult:
-    return LookupResult([Offer(child, 1, True) for child in children])
+def _lookup(*connectors: int) -> LookupResult:
+    return LookupResult([Offer(connector, 1, True) for connector in connectors])
 
 
 def _load(blocks: Any, local: int, tokens: int) -> Any:
-    return SimpleNamespace(child=0, is_async=True, blocks=blocks, local_tokens=local, tokens=tokens)
+    return SimpleNamespace(connector_index=0, is_async=True, blocks=blocks, local_tokens=local, tokens=tokens)
 
 
 def test_groups_have_blocks_of_their_sizes_and_a_window_has_only_its_last() -> None:

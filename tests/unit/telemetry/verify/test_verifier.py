@@ -16,7 +16,7 @@ from kvobs.telemetry.verify.verifier import OPEN_AT_MOST, Verifier
 from tests.support.layers import layers_of, random_cache
 from tests.support.numbers import numbers
 
-ENDED = (ReportKind.FAILED, ReportKind.SPOILED, ReportKind.HOLED, ReportKind.SYNC_FAILED)
+ENDED = (ReportKind.FAILED, ReportKind.UNMAPPED_BAD_BLOCKS, ReportKind.BAD_BLOCKS, ReportKind.SYNC_FAILED)
 
 
 class Rank:
@@ -35,10 +35,10 @@ class Rank:
             self.verifier.reported(*report)
         self.verifier.step_ended()
 
-    def counted(self, child: int = 0) -> dict[str, int]:
+    def counted(self, index: int = 0) -> dict[str, int]:
         found = {}
         for outcome in signals.VERIFIED_BLOCKS.labels["outcome"]:
-            slot = signals.place(child, signals.slot(signals.VERIFIED_BLOCKS, outcome))
+            slot = signals.word(index, signals.slot(signals.VERIFIED_BLOCKS, outcome))
             if n := self.recorder.words[self.recorder._first + slot]:
                 found[outcome] = int(n)
         return found
@@ -162,7 +162,7 @@ def test_the_connector_that_reported_bad_blocks_is_blamed(rank: Rank, caplog: py
     """It overwrote blocks of loads for which it was not chosen, and reported some of them."""
     wrong = load(8, is_async=False)._replace(others=(1,))
     failed = load(6, request="failed", is_async=False)
-    rank.step(wrong, failed, reports=[(1, ReportKind.HOLED, ["failed"]), (0, ReportKind.SYNC_DONE, ["a"])])
+    rank.step(wrong, failed, reports=[(1, ReportKind.BAD_BLOCKS, ["failed"]), (0, ReportKind.SYNC_DONE, ["a"])])
     assert (rank.counted(0), rank.counted(1)) == ({}, {"mismatch": 1})
     assert numbers(rank.recorder).opened == [[signals.CORRUPT_BLOCKS.name, 1, "3", 1]]
     assert rank.verifier.take_notes() == [WrongBlocks(0, "a", 1, 1)]
@@ -179,19 +179,19 @@ def test_the_connector_that_reported_bad_blocks_is_blamed(rank: Rank, caplog: py
     "reports",
     [
         [(1, ReportKind.FAILED, ["failed"])],
-        [(1, ReportKind.HOLED, ["its own"])],
+        [(1, ReportKind.BAD_BLOCKS, ["its own"])],
         [(None, ReportKind.FAILED, ["failed"])],
     ],
 )
 def test_a_connector_whose_own_load_failed_is_not_blamed(rank: Rank, reports: Any) -> None:
-    own = load(6, request="its own")._replace(child=1)
+    own = load(6, request="its own")._replace(connector_index=1)
     rank.step(load(8, is_async=False)._replace(others=(1,)), own, reports=reports)
     assert (rank.counted(0), rank.counted(1)) == ({"mismatch": 1}, {})
 
 
 def test_a_connector_without_a_hit_for_the_request_is_not_blamed(rank: Rank) -> None:
     """It may have reported a load of its own, of which no block is in the sample."""
-    rank.step(load(8, is_async=False), reports=[(1, ReportKind.HOLED, ["not sampled"])])
+    rank.step(load(8, is_async=False), reports=[(1, ReportKind.BAD_BLOCKS, ["not sampled"])])
     assert (rank.counted(0), rank.counted(1)) == ({"mismatch": 1}, {})
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from tests.engine.children_steered import SteeredChild
+from tests.engine.connectors_steered import SteeredConnector
 from tests.soak.ledger import Ledger
 from tests.transparency.behaviour import Half, SchedulerHalf, WorkerHalf
 from tests.transparency.messages import Load
@@ -32,7 +32,7 @@ class OddStats(KVConnectorStats):
 
 
 class Counted(Half):
-    """A child of an engine that has a ledger."""
+    """A connector of an engine that has a ledger."""
 
     @property
     def ledger(self) -> Ledger:
@@ -41,7 +41,7 @@ class Counted(Half):
 
 
 class SoakScheduler(Counted, SchedulerHalf):
-    """A child in the scheduler's process."""
+    """A connector in the scheduler's process."""
 
     def on_get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens, is_async = super().on_get_num_new_matched_tokens(request, num_computed_tokens)
@@ -66,21 +66,21 @@ class SoakScheduler(Counted, SchedulerHalf):
     def _silence(self, request: str) -> None:
         """Choose ranks that report nothing of a request, now and then."""
         ledger, last = self.ledger, self.life.running.ranks - 1
-        if not ledger.is_over and len(ledger.silent) < SILENT_AT_MOST and self.happens(0.02, "silent", request):
+        if not ledger.is_settled and len(ledger.silent) < SILENT_AT_MOST and self.happens(0.02, "silent", request):
             all_ranks = self.one_reports or self.happens(0.5, "all are silent", request)
             ledger.silent[request] = tuple(range(last + 1)) if all_ranks else (last,)
             ledger.seen["never reported"] += 1
 
 
 class SoakWorker(Counted, WorkerHalf):
-    """A child in one worker."""
+    """A connector in one worker."""
 
     def __init__(self, *args: Any, rank: int) -> None:
         super().__init__(*args, rank=rank)
         self._again: list[tuple[int, Load]] = []
 
     def on_bind_connector_metadata(self, connector_metadata: Any) -> None:
-        if self.ledger.is_over and self.step < FOREVER:
+        if self.ledger.is_settled and self.step < FOREVER:
             self.step += 2 * FOREVER
         super().on_bind_connector_metadata(connector_metadata)
 
@@ -131,7 +131,7 @@ class SoakWorker(Counted, WorkerHalf):
         return super().on_get_kv_connector_stats()
 
 
-class ForgetfulChild(SteeredChild):
+class ForgetfulConnector(SteeredConnector):
     """Does what each request's plan says on a server, and keeps no copies of blocks, so that its memory stays flat."""
 
     def _blocks_to_save(self, tracked: Any) -> list[tuple[int, str]]:

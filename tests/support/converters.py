@@ -8,24 +8,24 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvobs.export.span_export import SpanCutter
+from kvobs.export.span_export import SpanConverter
 
 MODEL = {"gen_ai.request.model": "tiny"}
 
 
-class Cutter:
-    """A cutter, where its spans go, and what it reported as lost."""
+class Converter:
+    """A converter, where its spans go, and what it reported as lost."""
 
     def __init__(self, exporter: SpanExporter | None = None) -> None:
         self.memory = InMemorySpanExporter()
         self.lost: dict[str, int] = {}
-        self.cutter = SpanCutter(exporter or self.memory, MODEL, self._drop)
+        self.converter = SpanConverter(exporter or self.memory, MODEL, self._drop)
 
     def _drop(self, where: str, n: int) -> None:
         self.lost[where] = self.lost.get(where, 0) + n
 
-    def cut(self, *groups: Sequence[Any], engine: int = 0) -> int:
-        return len(self.cutter.cut(groups, engine))
+    def convert(self, *groups: Sequence[Any], engine: int = 0) -> int:
+        return len(self.converter.convert(groups, engine))
 
     def again(self) -> None:
         """Forget what was."""
@@ -34,14 +34,14 @@ class Cutter:
         self.lost.clear()
 
     def send(self) -> None:
-        self.cutter._processor.force_flush()
+        self.converter._processor.force_flush()
 
     def sent(self) -> list[ReadableSpan]:
         self.send()
         return list(self.memory.get_finished_spans())
 
 
-Make = Callable[..., Cutter]
+Make = Callable[..., Converter]
 
 
 class Hanging(SpanExporter):

@@ -1,4 +1,4 @@
-"""Children of the stack's runs: steered, and with what no other test child does, so that every metric has data."""
+"""Connectors of the stack's runs: steered, and with what no other one does, so that every metric has data."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.engine.children_stats import CallStats
-from tests.engine.children_steered import SteeredChild, SteeredMetadata
+from tests.engine.connectors_stats import CallStats
+from tests.engine.connectors_steered import SteeredConnector, SteeredMetadata
 
 EVERY = 40
 """One of so many calls for stats returns some that kvobs can't take: its fault is contained and counted."""
@@ -22,10 +22,10 @@ class BrokenStats(CallStats):
         raise TypeError("these stats can't be converted")
 
 
-class BufferedChild(SteeredChild):
+class BufferedConnector(SteeredConnector):
     """Passes every block through a host buffer, with the operation that it is handed.
 
-    Has an option that ``SteeredChild`` lacks: ``bad_stats`` (true: it sometimes has stats that can't be converted).
+    Has an option that ``SteeredConnector`` lacks: ``bad_stats`` (true: it sometimes has stats that can't be converted).
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -61,7 +61,7 @@ class BufferedChild(SteeredChild):
         return BrokenStats({"calls": {"bad": 1}}) if next(self._asked) % EVERY == 1 else None
 
 
-class BestEffortChild(SteeredChild):
+class BestEffortConnector(SteeredConnector):
     """May fail: what it has saved need not be delivered."""
 
     requires_kv_delivery = False

@@ -1,4 +1,4 @@
-"""A child connector that does nothing, and the stats of those that count their hook calls."""
+"""A connector connector that does nothing, and the stats of those that count their hook calls."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 
-class IdleChild(KVConnectorBase_V1, SupportsHMA):
+class IdleConnector(KVConnectorBase_V1, SupportsHMA):
     """Takes part in everything and does nothing."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -61,12 +61,12 @@ class CallStats(KVConnectorStats):
 
 
 class CallMetrics(KVConnectorPromMetrics):
-    """Exports the counts as ``vllm:stats_child_calls_total`` with the extra label ``call``."""
+    """Exports the counts as ``vllm:stats_connector_calls_total`` with the extra label ``call``."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, labelvalues)
-        documentation, labels = "Hook calls that a child counted.", [*labelnames, "call"]
-        self._calls = self._counter_cls("vllm:stats_child_calls", documentation, labels)
+        documentation, labels = "Hook calls that a connector counted.", [*labelnames, "call"]
+        self._calls = self._counter_cls("vllm:stats_connector_calls", documentation, labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for call, count in transfer_stats_data.get("calls", {}).items():
@@ -74,7 +74,7 @@ class CallMetrics(KVConnectorPromMetrics):
 
 
 class ExportsCalls:
-    """Part of a child: counts its calls, and returns them as stats of its own class, with metrics of its own."""
+    """Part of a connector: counts its calls, and returns them as stats of its own class, with metrics of its own."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]

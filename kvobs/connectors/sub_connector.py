@@ -14,7 +14,7 @@ from kvobs import faults
 from kvobs.connectors.answers import read_layout
 from kvobs.connectors.endings import must_pass
 from kvobs.connectors.gate import Gate
-from kvobs.connectors.specs import ChildSpec
+from kvobs.connectors.specs import ConnectorSpec
 from kvobs.log import line, log
 from kvobs.page.writer import STOPS
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCall
@@ -43,16 +43,16 @@ _EVENTS = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared
 
 
 @dataclass(eq=False, repr=False)
-class Child:
+class SubConnector:
     """One built connector, with a recorded call for each of its hooks except layer hooks, under the hook's name.
 
-    ``connector`` is the real object, never wrapped or patched: calls that it makes to itself are not recorded. A hook
+    ``wrapped`` is the real object, which is never patched: calls that it makes to itself are not recorded. A hook
     that it does not implement is called unrecorded, or skipped by callers that look into ``implemented``.
     """
 
     index: int
     name: str
-    connector: Any
+    wrapped: Any
     recorder: Recorder
     activated: Callable[[Call], Call] | None = None
     gate: Gate | None = None
@@ -72,8 +72,8 @@ class Child:
 
         A plug-in may replace methods after the connector was built, on the object or on its class.
         """
-        names = [name for name, hook in TIMED.items() if hook.side in self.sides and hasattr(self.connector, name)]
-        methods = {name: getattr(self.connector, name) for name in names}
+        names = [name for name, hook in TIMED.items() if hook.side in self.sides and hasattr(self.wrapped, name)]
+        methods = {name: getattr(self.wrapped, name) for name in names}
         if methods == self._bound:
             return False
         self._bound = methods
@@ -102,12 +102,12 @@ class Child:
 
     def ask(self, name: str) -> Any:
         """Return the value of a property."""
-        ask = partial(getattr, self.connector, name)
+        ask = partial(getattr, self.wrapped, name)
         return ask() if self.gate is None else self.gate.guard(name, ask)()
 
     def layer_target(self, hook: str) -> LayerCall:
         """Return the unrecorded call of a layer hook, for the fan-out that counts it."""
-        call: Call = getattr(self.connector, hook)
+        call: Call = getattr(self.wrapped, hook)
         return LayerCall(self.index, call if self.gate is None else self.gate.guard_layer(hook, call))
 
 
@@ -120,7 +120,7 @@ def _drained(call: Call, count: Callable[[Sequence[Any]], None], *args: Any, **k
 
 
 @faults.contained("record")
-def count_events(recorder: Recorder, child: int, events: Sequence[Any], group: int) -> None:
+def count_events(recorder: Recorder, index: int, events: Sequence[Any], group: int) -> None:
     """Count KV cache events and stored tokens by medium; events of unknown types are left out.
 
     KV cache groups store the same tokens: events of ``group`` count, and events of connectors that name no group.
@@ -136,7 +136,7 @@ def count_events(recorder: Recorder, child: int, events: Sequence[Any], group: i
             counts[signals.slot(signals.SAVE_TOKENS, where)] += len(getattr(event, "token_ids", None) or ())
     for slot, n in counts.items():
         if n:
-            recorder.count(child, slot, n)
+            recorder.count(index, slot, n)
 
 
 class Unbuilt(KVConnectorBase_V1, SupportsHMA):
@@ -168,23 +168,23 @@ def build(
     vllm_config: VllmConfig,
     role: KVConnectorRole,
     kv_cache_config: KVCacheConfig,
-    specs: Sequence[ChildSpec],
+    specs: Sequence[ConnectorSpec],
     recorder: Recorder,
     *,
     activated: Callable[[Call], Call] | None = None,
-) -> tuple[Child, ...]:
-    """Build the children; if one can't be built, shut down the others and raise its error.
+) -> tuple[SubConnector, ...]:
+    """Build the connectors; if one can't be built, shut down the others and raise its error.
 
     ``activated`` wraps calls about a request to make the request's trace context current.
     """
-    built: list[Child] = []
+    built: list[SubConnector] = []
     group = full_group(kv_cache_config.kv_cache_groups) if kv_cache_config is not None else 0
     sides = Side.BOTH, Side.SCHEDULER if role.name == "SCHEDULER" else Side.WORKER
     try:
         for spec in specs:
             connector = _build_one(spec, vllm_config, role, kv_cache_config)
-            gate = Gate(spec.index, recorder) if spec.is_isolated else None
-            built.append(Child(spec.index, spec.name, connector, recorder, activated, gate, sides, group))
+            gate = Gate(spec.index, recorder) if spec.is_best_effort else None
+            built.append(SubConnector(spec.index, spec.name, connector, recorder, activated, gate, sides, group))
     except BaseException as error:
         error.add_note(f"while building connector {specs[len(built)].name!r}, {PATH}.connectors[{len(built)}]")
         shut_down(built)
@@ -192,27 +192,27 @@ def build(
     return tuple(built)
 
 
-def shut_down(children: Sequence[Child]) -> None:
+def shut_down(connectors: Sequence[SubConnector]) -> None:
     """End the connectors of a start that has failed, and log what they raise."""
-    for child in children:
+    for connector in connectors:
         try:
-            child.connector.shutdown()
+            connector.wrapped.shutdown()
         except STOPS:
             raise
         except BaseException:
-            log.exception("connector %r failed to shut down after the start had failed", child.name)
+            log.exception("connector %r failed to shut down after the start had failed", connector.name)
 
 
 def _build_one(
-    spec: ChildSpec, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    spec: ConnectorSpec, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
 ) -> KVConnectorBase_V1:
     config = spec.vllm_config(vllm_config)
     try:
-        if spec.is_isolated:  # one that can't be asked gets any layout: it would save and load something else
+        if spec.is_best_effort:  # one that can't be asked gets any layout: it would save and load something else
             read_layout(spec.connector_class.get_required_kvcache_layout(config))
         return spec.connector_class(config, role, kv_cache_config)
     except BaseException as error:
-        if not spec.is_isolated or must_pass(error):
+        if not spec.is_best_effort or must_pass(error):
             raise
         text = "connector %r can't be built (%s: %s). It is isolated: requests are served without it until a restart"
         log.error(text, spec.name, type(error).__name__, line(error))

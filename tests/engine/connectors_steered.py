@@ -1,4 +1,4 @@
-"""A child connector whose loads, saves, delays, failures and lies each request steers (see ``steering``).
+"""A connector connector whose loads, saves, delays, failures and lies each request steers (see ``steering``).
 
 What it saves is real: its workers keep a copy of every full prompt block, so that a load of "stored" tokens gives the
 same output as computing them. Blocks that were never saved are left as they are. One KV cache group only.
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from .children_stats import IdleChild
+from .connectors_stats import IdleConnector
 from .steering import Agenda, Due, Plan, at_rank, block_keys, plan_for
 
 Copies = tuple[tuple[int, str | None], ...]
@@ -63,7 +63,7 @@ class Tracked:
     saved_blocks: int = 0
 
 
-class SteeredChild(IdleChild):
+class SteeredConnector(IdleConnector):
     """Does what each request's plan says."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

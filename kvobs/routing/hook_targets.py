@@ -12,12 +12,12 @@ from kvobs.state.ledger import Ledger
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from kvobs.connectors.child import Child
+    from kvobs.connectors.sub_connector import SubConnector
     from kvobs.routing.isolation import Isolation
     from kvobs.routing.lookups import OpenLookups
 
 
-class Audience:
+class HookTargets:
     """The connectors, and what each of them is shown.
 
     With ``may_hide`` connectors may not see some requests; without it no hook needs to look for these.
@@ -25,7 +25,7 @@ class Audience:
 
     def __init__(
         self,
-        children: Sequence[Child],
+        connectors: Sequence[SubConnector],
         visibility: Sequence[Visibility],
         isolation: Isolation,
         open_lookups: OpenLookups,
@@ -35,49 +35,51 @@ class Audience:
     ) -> None:
         self.may_hide = may_hide
         self.isolation = isolation
-        self._children = children
+        self._connectors = connectors
         self._visibility = visibility
         self._open_lookups = open_lookups
         self._ledger = ledger
 
-    def arrive(self, request_id: str) -> Sequence[Child]:
+    def arrive(self, request_id: str) -> Sequence[SubConnector]:
         """Return the connectors that see a new request."""
         if self.may_hide:
             self.isolation.arrive(request_id)
         return self.of(request_id)
 
-    def of(self, request_id: str) -> Sequence[Child]:
+    def of(self, request_id: str) -> Sequence[SubConnector]:
         """Return the connectors that know a request."""
         if not self.may_hide:
-            return self._children
-        return [child for child in self._children if request_id not in self._visibility[child.index].hidden]
+            return self._connectors
+        return [
+            connector for connector in self._connectors if request_id not in self._visibility[connector.index].hidden
+        ]
 
-    def savers(self, request_id: str) -> Sequence[Child]:
+    def savers(self, request_id: str) -> Sequence[SubConnector]:
         """Return the connectors that may save a request."""
-        return [child for child in self._children if self._visibility[child.index].saves(request_id)]
+        return [connector for connector in self._connectors if self._visibility[connector.index].saves(request_id)]
 
     def looks_up(self, request_id: str) -> None:
         """Note that vLLM repeats a lookup: no lookup is open then."""
-        self._open_lookups.forget(request_id)
+        self._open_lookups.discard(request_id)
 
-    def allocate(self, request: Any, blocks: Any, computed: int, left_open: Collection[int]) -> Iterator[Child]:
+    def allocate(self, request: Any, blocks: Any, computed: int, left_open: Collection[int]) -> Iterator[SubConnector]:
         """Yield the connectors that are given a request's blocks, where some may not be.
 
         Those in ``left_open`` have not answered the lookup: they are given them once they have.
         """
         request_id = request.request_id
         self._open_lookups.leave_open(request, blocks, computed, left_open)
-        for child in self._children:
-            is_shown = self._visibility[child.index].allocates(request_id)
-            if is_shown and not self._open_lookups.has(child.index, request_id):
-                self.isolation.allocated(child.index, request_id)
-                yield child
+        for connector in self._connectors:
+            is_shown = self._visibility[connector.index].allocates(request_id)
+            if is_shown and not self._open_lookups.has(connector.index, request_id):
+                self.isolation.allocated(connector.index, request_id)
+                yield connector
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
         if self.may_hide:
             self.isolation.forget(request_id)
-            self._open_lookups.forget(request_id)
+            self._open_lookups.discard(request_id)
             for visibility in self._visibility:
                 visibility.end(request_id)
 
@@ -86,20 +88,22 @@ class Audience:
         self.isolation.begin_step(output.finished_req_ids)
         self._open_lookups.poll(self.isolation.is_slow)
 
-    def build(self, child: Child, output: SchedulerOutput) -> Any:
+    def build(self, connector: SubConnector, output: SchedulerOutput) -> Any:
         """Return a connector's metadata for a step, built from its view of the scheduler's output."""
-        visibility = self._visibility[child.index]
+        visibility = self._visibility[connector.index]
         view = visibility.shown(output) if visibility else output
-        metadata = child.build_connector_meta(view)
+        metadata = connector.build_connector_meta(view)
         if view is not output:
             write_back(view, output)
-        self.isolation.built(child.index, metadata)
+        self.isolation.built(connector.index, metadata)
         return metadata
 
     def unmade(self, orders: Orders) -> tuple[str, ...]:
         """Return the synchronous loads of connectors that are not shown the request: their allocation call raised."""
         loads = orders.loads.items()
-        return tuple([r for r, load in loads if not load.is_async and not self._visibility[load.child].saves(r)])
+        return tuple(
+            [r for r, load in loads if not load.is_async and not self._visibility[load.connector_index].saves(r)]
+        )
 
     def isolated(self, finished: Collection[str]) -> Isolated:
         """Return the isolation of connectors for the workers; forget ended requests."""

@@ -1,7 +1,7 @@
-"""A steered child that counts every call it gets, by itself, and leaves its counts where a test can read them.
+"""A steered connector that counts every call it gets, by itself, and leaves its counts where a test can read them.
 
-Option in ``kv_connector_extra_config``, beside those of ``SteeredChild``: ``counts``, an existing folder, in which each
-process keeps one file up to date, with the time at which it counted.
+Option in ``kv_connector_extra_config``, beside those of ``SteeredConnector``: ``counts``, an existing folder, in which
+each process keeps one file up to date, with the time at which it counted.
 """
 
 import inspect
@@ -19,19 +19,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvobs.demo.model import write_json
 
-from .children_stats import ExportsCalls
-from .children_steered import SteeredChild
+from .connectors_stats import ExportsCalls
+from .connectors_steered import SteeredConnector
 
 WRITTEN_EVERY_S = 0.05
 
-# Counted in the child's own stats too. Not the hooks of every step: an engine that waits makes 600 steps a second.
+# Counted in the connector's own stats too. Not the hooks of every step: an engine that waits makes 600 steps a second.
 EXPORTED = {"on_new_request", "get_num_new_matched_tokens", "request_finished_all_groups", "register_kv_caches"}
 
 # Left as vLLM's base class has them: the engine asks them again and again while it is idle.
 LEFT_EMPTY = {"has_pending_push_work", "has_pending_block_frees"}
 
 
-class CountingChild(ExportsCalls, SteeredChild):
+class CountingConnector(ExportsCalls, SteeredConnector):
     """Does what each request's plan says, and counts the calls that others make; its calls to itself don't count."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -51,8 +51,8 @@ class CountingChild(ExportsCalls, SteeredChild):
 
 
 def counted(hook: str) -> Callable[..., Any]:
-    def call(self: CountingChild, *args: Any, **kwargs: Any) -> Any:
-        inherited = getattr(super(CountingChild, self), hook)
+    def call(self: CountingConnector, *args: Any, **kwargs: Any) -> Any:
+        inherited = getattr(super(CountingConnector, self), hook)
         if self._is_inside:
             return inherited(*args, **kwargs)
         self._calls[hook] = self._calls.get(hook, 0) + 1
@@ -70,11 +70,11 @@ def counted(hook: str) -> Callable[..., Any]:
 for base in (KVConnectorBase_V1, SupportsHMA):
     for name, member in vars(base).items():
         if inspect.isfunction(member) and not name.startswith("_") and name not in LEFT_EMPTY:
-            setattr(CountingChild, name, counted(name))
+            setattr(CountingConnector, name, counted(name))
 
 
 def calls_counted(folder: Path, engine: str = "0", since: float = 0.0) -> Counter[tuple[str, str]]:
-    """Return the calls of one engine's children by (who, hook), who being "scheduler" or "worker<rank>".
+    """Return the calls of one engine's connectors by (who, hook), who being "scheduler" or "worker<rank>".
 
     They were counted since that time of this machine's clock.
     """

@@ -1,4 +1,4 @@
-"""Child connectors for tests on real servers, loaded by ``"kv_connector_module_path": "tests.engine.children"``.
+"""Connectors for tests on real servers, loaded by ``"kv_connector_module_path": "tests.engine.connectors"``.
 
 The server needs the repository root on its ``PYTHONPATH``; its workers inherit it.
 """
@@ -7,16 +7,16 @@ from typing import Any
 
 from opentelemetry import trace
 
-from .children_counting import CountingChild
-from .children_stats import IdleChild
-from .children_steered import SteeredChild
+from .connectors_counting import CountingConnector
+from .connectors_stats import IdleConnector
+from .connectors_steered import SteeredConnector
 
-__all__ = ["SPAN", "CountingChild", "IdleChild", "SilentStatsChild", "SteeredChild", "TracingChild"]
+__all__ = ["SPAN", "CountingConnector", "IdleConnector", "SilentStatsConnector", "SteeredConnector", "TracingConnector"]
 
-SPAN = "a child's own lookup"
+SPAN = "a connector's own lookup"
 
 
-class SilentStatsChild(CountingChild):
+class SilentStatsConnector(CountingConnector):
     """Returns stats that nothing exports: it has no Prometheus class."""
 
     @classmethod
@@ -24,7 +24,7 @@ class SilentStatsChild(CountingChild):
         return None
 
 
-class TracingChild(SteeredChild):
+class TracingConnector(SteeredConnector):
     """Makes a span of each lookup, with whatever tracer its process has, as a connector that traces itself does."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

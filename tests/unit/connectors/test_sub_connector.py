@@ -14,25 +14,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvobs.connectors.answers import answer_of
-from kvobs.connectors.child import Child, Unbuilt, count_events
 from kvobs.connectors.configured import read_specs
+from kvobs.connectors.sub_connector import SubConnector, Unbuilt, count_events
 from kvobs.probe.recorder import SUM, Recorder
-from kvobs.schema.signals import KV_EVENTS, SAVE_TOKENS, is_timed, locate, place, slot
+from kvobs.schema.signals import KV_EVENTS, SAVE_TOKENS, is_timed, locate, slot, word
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api.hooks import HOOKS, Cadence, is_empty
 from kvobs.vllm_api.versions import hooks
-from tests.engine.children_stats import IdleChild
+from tests.engine.connectors_stats import IdleConnector
 from tests.support.numbers import taken
 from tests.support.probes import counts
-from tests.support.rig import child_config
+from tests.support.rig import entry_for
 
 OF_EACH_STEP = [hook.name for hook in HOOKS.values() if hook.cadence is Cadence.STEP]
 
 
-def made(cls: type[IdleChild]) -> tuple[Child, Recorder]:
+def made(cls: type[IdleConnector]) -> tuple[SubConnector, Recorder]:
     connector, recorder = object.__new__(cls), Recorder(1)
     connector._connector_metadata = None
-    return Child(0, "one", connector, recorder), recorder
+    return SubConnector(0, "one", connector, recorder), recorder
 
 
 def counted(recorder: Recorder) -> int:
@@ -41,28 +41,28 @@ def counted(recorder: Recorder) -> int:
 
 
 def test_base_class_hooks_with_a_body_are_called_and_not_recorded() -> None:
-    child, recorder = made(IdleChild)
-    child.bind_connector_metadata("metadata")
-    assert child.connector._connector_metadata == "metadata"
-    assert child.get_block_ids_with_load_errors() == set()
-    child.clear_connector_metadata()
-    assert child.connector._connector_metadata is None
+    connector, recorder = made(IdleConnector)
+    connector.bind_connector_metadata("metadata")
+    assert connector.wrapped._connector_metadata == "metadata"
+    assert connector.get_block_ids_with_load_errors() == set()
+    connector.clear_connector_metadata()
+    assert connector.wrapped._connector_metadata is None
     assert counted(recorder) == 0
-    child.get_transfer_results(set())
+    connector.get_transfer_results(set())
     assert counted(recorder) == 1, "vLLM's base class calls the connector's own get_finished there"
 
 
 def test_no_other_hook_of_each_step_has_a_body_in_the_base_class() -> None:
     """A newer vLLM's may call the connector's own code, and then it has to be recorded."""
-    connector = object.__new__(IdleChild)
-    inherited = [name for name in OF_EACH_STEP if getattr(IdleChild, name) is getattr(KVConnectorBase_V1, name)]
+    connector = object.__new__(IdleConnector)
+    inherited = [name for name in OF_EACH_STEP if getattr(IdleConnector, name) is getattr(KVConnectorBase_V1, name)]
     bodies = {name for name in inherited if not is_empty(getattr(connector, name))}
     known = {"bind_connector_metadata", "clear_connector_metadata", "get_block_ids_with_load_errors"}
     assert bodies - {"get_transfer_results"} == known
 
 
 def unbuilt(role: KVConnectorRole) -> Unbuilt:
-    return Unbuilt(engine_config(transfer_config("kvobs", [child_config(Script("x"))])), role, cache_config())
+    return Unbuilt(engine_config(transfer_config("kvobs", [entry_for(Script("x"))])), role, cache_config())
 
 
 UNBUILT_HOOKS = [name for name, value in vars(Unbuilt).items() if name in HOOKS and inspect.isfunction(value)]
@@ -89,8 +89,8 @@ def test_unbuilt_connectors_capabilities_do_not_weigh() -> None:
 def test_a_class_that_can_not_be_imported_is_left_out_if_it_is_isolated(caplog: pytest.LogCaptureFixture) -> None:
     """Not under a whole engine: with the hybrid KV cache manager vLLM imports the classes itself, and ends there."""
     unknown = {"kv_connector": "Absent", "kv_connector_module_path": "no_such_module_anywhere", "kv_role": "kv_both"}
-    absent, other = read_specs(transfer_config("kvobs", [unknown, child_config(Script("x"))], {"isolate": ["Absent"]}))
-    assert (absent.connector_class, absent.is_isolated, absent.name) == (Unbuilt, True, "Absent")
+    absent, other = read_specs(transfer_config("kvobs", [unknown, entry_for(Script("x"))], {"best_effort": ["Absent"]}))
+    assert (absent.connector_class, absent.is_best_effort, absent.name) == (Unbuilt, True, "Absent")
     assert other.connector_class is ScriptedConnector
     assert "connector 'Absent' can't be imported" in caplog.text
 
@@ -111,20 +111,20 @@ class Bare:
         return 3
 
 
-def test_a_childs_hooks_are_recorded_where_they_do_something() -> None:
+def test_a_connectors_hooks_are_recorded_where_they_do_something() -> None:
     recorder = Recorder(1)
-    child = Child(0, "bare", Bare(), recorder)
-    child.bind_connector_metadata("metadata")
-    assert child.connector.metadata == ["metadata"]
-    assert (child.wait_for_save(), child.finish_forward(), child.get_finished_count()) == (5, None, 3)
+    connector = SubConnector(0, "bare", Bare(), recorder)
+    connector.bind_connector_metadata("metadata")
+    assert connector.wrapped.metadata == ["metadata"]
+    assert (connector.wait_for_save(), connector.finish_forward(), connector.get_finished_count()) == (5, None, 3)
     assert {locate(slot)[0].values for slot in counts(recorder)} == {("bind_connector_metadata",), ("wait_for_save",)}
-    assert child.wait_for_save is child.wait_for_save, "bound once"
-    assert {"wait_for_save", "finish_forward", "get_finished_count"} & child.implemented == {"wait_for_save"}
+    assert connector.wait_for_save is connector.wait_for_save, "bound once"
+    assert {"wait_for_save", "finish_forward", "get_finished_count"} & connector.implemented == {"wait_for_save"}
 
 
 @pytest.mark.parametrize("name", ["nothing", "requires_kv_delivery", "build_prom_metrics", "__len__"])
 def test_other_names_than_hooks_are_no_attributes(name: str) -> None:
-    assert not hasattr(Child(0, "bare", Bare(), Recorder(1)), name)
+    assert not hasattr(SubConnector(0, "bare", Bare(), Recorder(1)), name)
 
 
 ABOUT_A_REQUEST = [hook.name for hook in HOOKS.values() if hook.cadence is Cadence.REQUEST]
@@ -162,12 +162,12 @@ def test_calls_about_a_request_and_no_others_are_activated_around_what_is_record
     recorder = Recorder(1)
     recorder.notice = lambda *args: noted.append("recorded") or 0  # type: ignore[func-returns-value, method-assign]
     recorder.slow_ns = dict.fromkeys(HOOKS, -1)
-    child = Child(0, "real", Real(), recorder, activated=activated if is_on else None)
+    index = SubConnector(0, "real", Real(), recorder, activated=activated if is_on else None)
     for hook in HOOKS.values():
-        assert hasattr(child, hook.name) == (is_timed(hook) and hook.cadence is not Cadence.LAYER)
-        if hasattr(child, hook.name):
+        assert hasattr(index, hook.name) == (is_timed(hook) and hook.cadence is not Cadence.LAYER)
+        if hasattr(index, hook.name):
             noted.clear()
-            assert getattr(child, hook.name)("subject", 1) == ("subject", 1)
+            assert getattr(index, hook.name)("subject", 1) == ("subject", 1)
             inner = [hook.name, "recorded"]
             assert noted == (["begin", *inner, "end"] if is_on and hook.name in ABOUT_A_REQUEST else inner)
 
@@ -180,7 +180,7 @@ def test_an_empty_hook_needs_no_context() -> None:
     def activated(call: Any) -> Any:
         raise AssertionError("not to be called")
 
-    assert Child(0, "quiet", Quiet(), Recorder(1), activated=activated).on_new_request("r") is None
+    assert SubConnector(0, "quiet", Quiet(), Recorder(1), activated=activated).on_new_request("r") is None
 
 
 def test_kv_events_are_counted_by_type_and_medium_and_passed_on() -> None:
@@ -191,15 +191,15 @@ def test_kv_events_are_counted_by_type_and_medium_and_passed_on() -> None:
     events = [stored("CPU"), BlockRemoved([1], "cpu"), stored("cpu"), stored("STORAGE"), stored("nvme"), stored(None)]
     events += [AllBlocksCleared(), odd]
 
-    class Publishes(IdleChild):
+    class Publishes(IdleConnector):
         def take_events(self) -> Any:
             return iter(events)
 
-    child, recorder = made(Publishes)
-    assert child.take_events() == tuple(events)
+    connector, recorder = made(Publishes)
+    assert connector.take_events() == tuple(events)
     grown = taken(recorder).counts
     seen = {
-        (kind, medium): grown.get(place(0, slot(KV_EVENTS, kind, medium)), 0)
+        (kind, medium): grown.get(word(0, slot(KV_EVENTS, kind, medium)), 0)
         for kind in KV_EVENTS.labels["type"]
         for medium in KV_EVENTS.labels["medium"]
     }
@@ -220,7 +220,7 @@ def test_saved_tokens_are_those_of_events_with_tokens_of_one_group() -> None:
     recorder = Recorder(1)
     count_events(recorder, 0, [*events, stored(0, "STORAGE"), BlockRemoved([1], "cpu"), odd], group=1)
     grown = taken(recorder).counts
-    saved = {medium: grown.get(place(0, slot(SAVE_TOKENS, medium))) for medium in SAVE_TOKENS.labels["medium"]}
+    saved = {medium: grown.get(word(0, slot(SAVE_TOKENS, medium))) for medium in SAVE_TOKENS.labels["medium"]}
     assert saved == {"cpu": 48, "storage": 48, "other": 8}
     count_events(recorder, 0, [stored(0, "cpu")], group=0)
-    assert place(0, slot(SAVE_TOKENS, "cpu")) not in taken(recorder).counts, "unknown is not zero"
+    assert word(0, slot(SAVE_TOKENS, "cpu")) not in taken(recorder).counts, "unknown is not zero"

@@ -1,7 +1,7 @@
-"""A best-effort child that fails in the hook that a file names, on the rank that it names, for as long as it is there.
+"""A best-effort connector that fails in the hook that a file names, on the rank that it names, while it is there.
 
-Options in ``kv_connector_extra_config``, beside those of ``SteeredChild``: ``order``, the file: a hook, or a hook and a
-rank; ``failed``, a folder that gets an empty file ``<hook>`` for each hook that has failed.
+Options in ``kv_connector_extra_config``, beside those of ``SteeredConnector``: ``order``, the file: a hook, or a hook
+and a rank; ``failed``, a folder that gets an empty file ``<hook>`` for each hook that has failed.
 """
 
 from collections.abc import Callable
@@ -10,16 +10,16 @@ from typing import Any
 
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Side
 
-from .children_steered import SteeredChild
+from .connectors_steered import SteeredConnector
 
 FAILING = tuple(
     hook.name
     for hook in HOOKS.values()
-    if hook.cadence is not Cadence.ONCE and hook.side is not Side.CONFIG and hasattr(SteeredChild, hook.name)
+    if hook.cadence is not Cadence.ONCE and hook.side is not Side.CONFIG and hasattr(SteeredConnector, hook.name)
 )
 
 
-class FailingChild(SteeredChild):
+class FailingConnector(SteeredConnector):
     """Does what each request's plan says, unless there is an order to fail."""
 
     requires_kv_delivery = False
@@ -40,12 +40,12 @@ class FailingChild(SteeredChild):
 
 
 def _failing(hook: str) -> Callable[..., Any]:
-    def call(self: FailingChild, *args: Any, **kwargs: Any) -> Any:
+    def call(self: FailingConnector, *args: Any, **kwargs: Any) -> Any:
         self.fail_if_ordered(hook)
-        return getattr(super(FailingChild, self), hook)(*args, **kwargs)
+        return getattr(super(FailingConnector, self), hook)(*args, **kwargs)
 
     return call
 
 
 for _hook in FAILING:
-    setattr(FailingChild, _hook, _failing(_hook))
+    setattr(FailingConnector, _hook, _failing(_hook))

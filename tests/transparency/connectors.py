@@ -1,6 +1,6 @@
 """Recording connectors: every hook that this vLLM knows is noted with its arguments, then answered as the life says.
 
-A hook that a child calls on itself (vLLM's base class does that) is not noted: no router makes that call.
+A hook that a connector calls on itself (vLLM's base class does that) is not noted: no router makes that call.
 """
 
 import functools
@@ -17,11 +17,11 @@ from tests.transparency.life import FULL, LEAN, PLAIN, Life
 from tests.transparency.record import Run
 
 CONTENT = ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids", "kv_connector_worker_meta")
-"""The fields of an output that both routers show to a child alike."""
+"""The fields of an output that both routers show to a connector alike."""
 
 
-class ChildError(Exception):
-    """What a child raises, if it does."""
+class ConnectorError(Exception):
+    """What a connector raises, if it does."""
 
 
 @dataclass
@@ -38,37 +38,37 @@ class Stage:
 
 
 STAGES: dict[str, Stage] = {}
-"""By the tag that is in a child's extra config: what its parts share."""
+"""By the tag that is in a connector's extra config: what its parts share."""
 
 
 class Answers(KVConnectorBase_V1):
-    """A child, whose half of this process answers."""
+    """A connector, whose half of this process answers."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         stage = STAGES[self._kv_transfer_config.get_from_extra_config("stage", "")]
-        self.index = index = self._kv_transfer_config.get_from_extra_config("child", 0)
+        self.index = index = self._kv_transfer_config.get_from_extra_config("connector", 0)
         self.run, self.is_within = stage.run, False
-        self.raises, self.calls_left = stage.life.children[index].raises
+        self.raises, self.calls_left = stage.life.connectors[index].raises
         about = self, stage.life, index, stage.books
         if role is KVConnectorRole.SCHEDULER:
-            self.who = f"child {index} scheduler"
+            self.who = f"connector {index} scheduler"
             self.half: Half = stage.halves[0](*about)
         else:
             rank = vllm_config.parallel_config.rank
-            self.who = f"child {index} rank {rank}"
+            self.who = f"connector {index} rank {rank}"
             self.half = stage.halves[1](*about, rank=rank)
 
     def note(self, hook: str, *arguments: Any) -> None:
-        """Note a call of a hook; raise if it is the one at which this child does."""
+        """Note a call of a hook; raise if it is the one at which this connector does."""
         self.run.note(self.who, hook, *arguments)
         if hook == self.raises and not any(map(_is_empty_output, arguments)):
             self.calls_left -= 1
             if not self.calls_left:
-                raise ChildError(f"{self.who} in {hook}")
+                raise ConnectorError(f"{self.who} in {hook}")
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
-        """Take those of every stage, as a lean child, too; vLLM's base class raises."""
+        """Take those of every stage, as a lean connector, too; vLLM's base class raises."""
 
 
 def _is_empty_output(argument: Any) -> bool:
@@ -109,7 +109,7 @@ _NEEDED = {
     *("request_finished_all_groups", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load"),
     *("save_kv_layer", "wait_for_save", "get_finished", "get_block_ids_with_load_errors"),
 }
-"""What a lean child has of its own; ``get_finished`` is how connectors of before vLLM 0.30 report."""
+"""What a lean connector has of its own; ``get_finished`` is how connectors of before vLLM 0.30 report."""
 
 _ALL, _OF_HMA = _hooks(KVConnectorBase_V1), _hooks(SupportsHMA)
 
