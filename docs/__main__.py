@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for page, new in differing.items():
         if not is_check:
             page.write_text(new, encoding="utf-8")
-        print(f"{page.relative_to(ROOT)}: {'differs from what make docs writes' if is_check else 'written'}")  # noqa: T201
+        print(f"{page.relative_to(ROOT)}: {'differs from what `make lint FIX=1` writes' if is_check else 'written'}")  # noqa: T201
     return 1 if is_check and differing else 0
 
 

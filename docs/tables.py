@@ -23,6 +23,7 @@ from kvobs.schema.signals import CALL_DURATION, SIGNALS
 from kvobs.schema.spans import ATTRIBUTES, SPANS
 from kvobs.schema.verdicts import STATES, UNSERVED_H
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Side
+from tests.suites import SUITES
 
 SIDES = {
     Side.CONFIG: "any process, on the class",
@@ -359,6 +360,11 @@ def listing(fault: str) -> str:
     return f"```python\n{(ROOT / 'tests' / 'vllm_faults' / f'{fault}.py').read_text(encoding='utf-8')}```"
 
 
+def suites() -> str:
+    rows = [[f"`{suite.name}`", suite.what, "yes" if suite.is_in_ci else "by name only"] for suite in SUITES]
+    return table(["Suite", "What it runs", "In CI"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "options": options,
     "check-kinds": kinds_table,
@@ -379,5 +385,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "verified": verified,
     "strangers": strangers,
     "packages": packages,
+    "suites": suites,
     **{f"fault-{fault.replace('_', '-')}": partial(listing, fault) for fault in FAULTS},
 }

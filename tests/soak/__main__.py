@@ -1,4 +1,4 @@
-"""``make soak``: hundreds of thousands of requests with every fault there is; exit status 1 when anything is wrong.
+"""Serve hundreds of thousands of requests with every fault there is: the suite ``soak``; 1 if anything is wrong.
 
 A run of all parts writes its tables into ``docs/reliability.md``.
 """

@@ -20,7 +20,7 @@ def test_answers_are_those_of_the_page_and_never_worse(pattern: Pattern) -> None
         write_row(RESULTS, pattern.what, found, TITLES)
     assert found["kvobs"]["right"] >= found["stock"]["right"]
     assert found["kvobs"]["ended"] == ""
-    assert found == published()[pattern.what], "make strangers writes it"
+    assert found == published()[pattern.what], "make test-all ONLY=strangers writes it"
 
 
 def test_the_page_has_these_patterns() -> None:

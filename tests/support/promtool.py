@@ -13,7 +13,9 @@ HOST = ',job="j",instance="i",model_name="m",engine="0"'
 def found(program: str) -> str:
     """Return the path of a program of Prometheus or VictoriaMetrics."""
     path = shutil.which(program)
-    assert path, f"{program} is missing: run `make promtool`, or install it (Debian: prometheus, victoria-metrics)"
+    assert path, (
+        f"{program} is missing (Debian: prometheus, victoria-metrics); `make test-all ONLY=prometheus` installs both"
+    )
     return path
 
 

@@ -26,6 +26,7 @@ from tests.connectors import faults
 from tests.connectors.packages import version
 from tests.gpu_path import cells
 from tests.incidents.known import INCIDENTS, RESULTS, SEEN_S
+from tests.suites import BY_NAME
 from tests.support.messages import is_written
 from tests.support.pages import TEXTS, Mention, every
 
@@ -34,7 +35,7 @@ LONGEST_README = 120  # lines: read in three minutes
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_a_page_has_the_tables_that_the_generator_makes(page: Path) -> None:
-    assert page.read_text(encoding="utf-8") == generated(page), "run `make docs`"
+    assert page.read_text(encoding="utf-8") == generated(page), "run `make lint FIX=1`"
 
 
 def test_every_table_is_in_a_page_and_measurements_have_their_place() -> None:
@@ -45,7 +46,7 @@ def test_every_table_is_in_a_page_and_measurements_have_their_place() -> None:
 
 def test_a_third_party_connector_that_is_run_each_time_has_its_version_and_its_tests() -> None:
     page = TEXTS["docs/runs.md"]
-    each_time = re.findall(r"^\| (\w+) \| ([0-9.]+) \| each `make test-connectors` \|", page, re.MULTILINE)
+    each_time = re.findall(r"^\| (\w+) \| ([0-9.]+) \| each `make test-all` \|", page, re.MULTILINE)
     assert {name: version(name.lower()) for name, _ in each_time} == dict(each_time) != {}
     assert all((ROOT / f"tests/connectors/servers/test_{name.lower()}.py").exists() for name, _ in each_time)
     assert set(re.findall(r"\(lmcache ([0-9.]+)\)", page)) == {version("lmcache")}
@@ -53,7 +54,7 @@ def test_a_third_party_connector_that_is_run_each_time_has_its_version_and_its_t
 
 def test_the_table_of_incidents_is_of_a_run_of_all_that_the_tests_know() -> None:
     results = json.loads(RESULTS.read_text())
-    assert list(results) == list(INCIDENTS), "run `make incidents`"
+    assert list(results) == list(INCIDENTS), "run `make test-all ONLY=incidents`"
     for title, incident in INCIDENTS.items():
         assert all(seconds <= SEEN_S for _, seconds in results[title]["at"].values()), title
         after_s = dict(results[title]["alerts"])
@@ -62,7 +63,7 @@ def test_the_table_of_incidents_is_of_a_run_of_all_that_the_tests_know() -> None
 
 def test_the_table_of_paths_is_of_a_run_of_all_cells_and_kvobs_counts_right_in_each() -> None:
     results = json.loads(cells.RESULTS.read_text())
-    assert list(results) == [cell.title for cell in cells.EVERY], "run `make test-gpu-path ALL=1`"
+    assert list(results) == [cell.title for cell in cells.EVERY], "run `make test-all ONLY=all-gpu-path`"
     assert [title for title, row in results.items() if "kvobs" in title and not (row["equal"] or row["ended"])] == []
 
 
@@ -70,7 +71,7 @@ def test_the_table_of_wrong_blocks_is_of_a_run_that_found_all_and_no_others() ->
     rows = json.loads(faults.RESULTS.read_text())
     for title, row in rows.items():
         assert row["wrong"] in (None, sum(row["outcomes"].get(name, 0) for name in ("lossy", "mismatch"))), title
-    assert {row["at"] for row in rows.values()} == {"", "two ranks", "two engines"}, "run `make faults`"
+    assert {row["at"] for row in rows.values()} == {"", "two ranks", "two engines"}, "run `make test-all ONLY=faults`"
 
 
 def test_the_version_in_pages_is_that_of_the_package_and_of_its_newest_release() -> None:
@@ -124,7 +125,7 @@ def test_the_check_names_pages_that_differ(monkeypatch: pytest.MonkeyPatch, caps
     assert main(["--check"]) == 0
     monkeypatch.setitem(TABLES, "versions", lambda: "| other |")
     assert main(["--check"]) == 1
-    assert capsys.readouterr().out == "docs/runs.md: differs from what make docs writes\n"
+    assert capsys.readouterr().out == "docs/runs.md: differs from what `make lint FIX=1` writes\n"
     assert (FOLDER / "runs.md").read_text(encoding="utf-8") == TEXTS["docs/runs.md"]
 
 
@@ -150,7 +151,12 @@ def test_every_page_is_in_the_index(page: str) -> None:
 
 @pytest.mark.parametrize("target", every(r"(?:^ {4}|`)(?:\S+=\S+ )*make ([a-z][a-z-]*)\b"), ids=str)
 def test_every_make_target_exists(target: Mention) -> None:
-    assert re.search(rf"^{target.what}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert re.search(rf"^{target.what}:.* ## ", (ROOT / "Makefile").read_text(), re.MULTILINE), "make help lists it"
+
+
+@pytest.mark.parametrize("named", every(r"\bmake test-all ONLY=(\"[^\"]+\"|[a-z0-9.-]+\b)"), ids=str)
+def test_every_suite_exists(named: Mention) -> None:
+    assert set(named.what.strip('"').split()) <= BY_NAME.keys()
 
 
 def command_lines() -> list[Mention]:

@@ -9,6 +9,8 @@ from kvobs.schema.signals import LOAD_DURATION
 from tests.support.pages import TEXTS
 from tests.support.promtool import answers
 
+pytestmark = pytest.mark.tools
+
 SECTION = TEXTS["docs/metrics.md"].partition("\n## Recipes\n")[2].partition("\n## ")[0]
 RECIPES: dict[str, list[str]] = {
     title: re.findall(r"^    (\S.*)$", part, re.MULTILINE)

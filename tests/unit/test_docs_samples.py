@@ -188,6 +188,7 @@ kvobs_in_flight{connector="cpu",kind="save"} 0.0
 """
 
 
+@pytest.mark.tools
 def test_queries_of_the_autoscaler_have_one_number_of_all_engines(tmp_path: Path) -> None:
     found = {trigger["name"]: trigger["metadata"]["query"] for trigger in AUTOSCALER["spec"]["triggers"]}
     kinds = {

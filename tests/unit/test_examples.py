@@ -158,9 +158,6 @@ def test_the_sidecar_shares_the_memory_of_the_engine_which_starts_no_exporter() 
     assert config["kv_connector_extra_config"]["kvobs"]["exporter"] is None
 
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-
-
 def built(folder: Path) -> list[Any]:
     made = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60, check=False)
     assert made.returncode == 0, made.stderr
@@ -196,7 +193,7 @@ def guide(folder: Path, arguments: dict[str, list[str]] = charts.GUIDE) -> Path:
     return overlay
 
 
-@needs_kubectl
+@pytest.mark.tools
 def test_the_overlay_changes_the_guide_s_engines_and_nothing_else(tmp_path: Path) -> None:
     found = {each["metadata"]["name"].removeprefix(charts.GUIDE_PREFIX): each for each in built(guide(tmp_path))}
     assert found.keys() == charts.GUIDE.keys()
@@ -217,14 +214,14 @@ def test_the_overlay_changes_the_guide_s_engines_and_nothing_else(tmp_path: Path
         }
 
 
-@needs_kubectl
+@pytest.mark.tools
 def test_arguments_that_moved_are_an_error_and_not_overwritten(tmp_path: Path) -> None:
     moved = {name: ["--new", *args] for name, args in charts.GUIDE.items()}
     with pytest.raises(AssertionError, match="test"):
         built(guide(tmp_path, moved))
 
 
-@needs_kubectl
+@pytest.mark.tools
 @pytest.mark.parametrize("name", NAMES)
 def test_monitoring_has_all_of_an_export_with_the_example_s_pods(name: str, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / name / "monitoring", tmp_path, dirs_exist_ok=True)

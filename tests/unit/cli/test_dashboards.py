@@ -178,6 +178,7 @@ def test_alertmanager_and_the_runbook_know_the_label_of_the_cluster() -> None:
     assert dict(re.findall(r"^- `(\w+)`: ([\d.]+), \w", CHANGED["runbook.md"].decode(), re.MULTILINE)) == THRESHOLDS
 
 
+@pytest.mark.tools
 def test_exported_settings_of_prometheus_load_the_exported_rules(tmp_path: Path) -> None:
     dashboards.export(tmp_path, CHANGED)
     assert re.search(r"SUCCESS: \d\d rules found", passed("check", "config", "prometheus.yml", cwd=tmp_path / "stack"))

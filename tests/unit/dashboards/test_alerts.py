@@ -29,6 +29,8 @@ from tests.unit.dashboards.scenes.scene import UP, Series
 from tests.unit.dashboards.scenes.waiting import CALL, ENDED, OLDEST_LOAD, not_resumed, scheduler_times
 from tests.unit.dashboards.scenes.worth import stored
 
+pytestmark = pytest.mark.tools
+
 NAMES = pytest.mark.parametrize("name", SCENES)
 
 

@@ -114,6 +114,7 @@ def test_every_metric_is_on_a_board_or_is_left_off_with_a_reason() -> None:
     assert shown == {signal.name for signal in SIGNALS} - OFF_BOARDS
 
 
+@pytest.mark.tools
 @each
 def test_prometheus_2_takes_every_query(path: str, tmp_path: Path) -> None:
     rules = [

@@ -14,6 +14,8 @@ from tests.unit.dashboards.scenes import SCENES, hosts
 from tests.unit.dashboards.scenes.scene import UP, Fires, Series
 from tests.unit.dashboards.scenes.telemetry import cost
 
+pytestmark = pytest.mark.tools
+
 FOLDER = Path(__file__).parents[3] / "dashboards/generated/boards"
 BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 CORE = LOCAL_CACHE_TOKENS.name  # of hosts with EngineCore only

@@ -20,6 +20,7 @@ def test_role_is_chosen_after_everything_else() -> None:
     assert all('role=~"$role"' in target["expr"] for panel in PANELS.values() for target in panel["targets"])
 
 
+@pytest.mark.tools
 def test_a_bad_pair_is_a_bad_row(tmp_path: Path) -> None:
     nixl = 'connector="nixl"'
     loads = {("a:1", "ok"): 60, ("b:1", "ok"): 30, ("b:1", "failed"): 30}

@@ -9,6 +9,8 @@ from dashboards.questions import SELECTION, by_connector, by_engine
 from kvobs.schema import signals, verdicts
 from tests.support.promtool import HOST, answers
 
+pytestmark = pytest.mark.tools
+
 STEADY, RISING = "0+0x20", "0+60x20"  # one sample a minute: a rate of 0, and of 1
 
 

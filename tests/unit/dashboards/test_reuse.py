@@ -9,6 +9,8 @@ from dashboards.reuse import TOKENS, computed_tokens, hits_by_size, hits_of_conn
 from kvobs.schema import signals
 from tests.support.promtool import HOST, answers
 
+pytestmark = pytest.mark.tools
+
 ENGINE = "{" + HOST.removeprefix(",") + "}"
 BUCKET, SOURCE = "kvobs_reuse_distance_tokens_bucket", "vllm:prompt_tokens_by_source_total"
 # 600 tokens a minute in blocks: 60 were used within 1,024 tokens, 240 within the largest size.

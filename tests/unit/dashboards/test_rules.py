@@ -30,6 +30,7 @@ COUNTED = ("ConnectorBlocksScheduler", "ConnectorFailing", "LoadsSlow", "LoadsSl
 """Alerts whose queries count for how long: a missed scrape begins nothing anew."""
 
 
+@pytest.mark.tools
 def test_the_file_is_the_groups_and_promtool_takes_it() -> None:
     assert yaml.safe_load(rules_yaml(SITE)) == rule_groups(SITE)
     passed("check", "rules", FOLDER / "generated/rules/kvobs.rules.yml")
@@ -258,6 +259,7 @@ RARE = sorted(
 )
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(("name", "metric"), RARE)
 def test_a_query_of_the_runbook_finds_a_first_event(name: str, metric: str, tmp_path: Path) -> None:
     """The series began 20 minutes before: `increase` alone says 0."""

@@ -71,6 +71,7 @@ def test_tempo_and_prometheus_listen_where_the_settings_name_them() -> None:
 # --- Prometheus
 
 
+@pytest.mark.tools
 def test_prometheus_takes_its_settings_as_they_are_mounted(tmp_path: Path) -> None:
     for target, source in mounts("prometheus").items():
         place = tmp_path / target.removeprefix("/etc/prometheus/")
@@ -235,7 +236,7 @@ def exported(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@pytest.mark.tools
 def test_kubectl_builds_the_same_boards_and_manifests(tmp_path: Path) -> None:
     folder = exported(tmp_path)
     built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60, check=True)

@@ -1,4 +1,4 @@
-"""Look for leaked references in the compiled probe: run by ``make test-probe``, with a debug build of Python."""
+"""Look for leaked references in the compiled probe: the suite ``probe`` runs it, with a debug build of Python."""
 
 import gc
 import mmap

@@ -37,6 +37,7 @@ LOAD_TIMES_S = {
 }
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("kind", LOAD_TIMES_S)
 def test_every_tool_shows_the_true_percentiles_and_the_mean(kind: str, tmp_path: Path) -> None:
     times_s = LOAD_TIMES_S[kind]

@@ -29,6 +29,7 @@ def run(command: str, folder: Path, given: str = "", shell: tuple[str, ...] = BA
     return subprocess.run([*shell, command], capture_output=True, text=True, check=False, **arguments)
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(("text", "status"), [(GOOD, 0), (BAD, 1), (pod(NIXL), 0)])
 def test_the_step_stops_at_a_mistake_and_shows_warnings(text: str, status: int, tmp_path: Path) -> None:
     (tmp_path / "deploy").mkdir()
