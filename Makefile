@@ -62,15 +62,15 @@ release: $(INSTALLED) ## Build all that is published, twice, and compare the byt
 test-all: $(INSTALLED) ## Run what CI runs; ONLY="engines slow": these suites, TESTS="-k name": of them these tests
 	$(BIN)/python -m tests.suites $(ONLY)
 
-# A .venv whose pip doesn't run was left half made: it is made anew. Compiled once, or else each of a server's processes
-# compiles vLLM for itself at each start where PYTHONDONTWRITEBYTECODE is set.
+# A .venv whose pip doesn't run was left half made: it is made anew. It is compiled as it is used: to compile all of it
+# takes a minute of two cores, and a run needs a tenth of it.
 $(INSTALLED): pyproject.toml kvobs/probe/compiled.c kvobs/probe/hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvobs needs Python 3.11 or newer, $(PYTHON) is " \
 		+ sys.version.split()[0] + ": make PYTHON=/path/to/python3.11 install")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	@echo "Installing into .venv. At its end all is compiled, once: half a minute without a word."
+	@echo "Installing into .venv."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --python $(BIN)/python $(WHEELS) --compile-bytecode --editable '.[engine]' --group dev
+	$(BIN)/uv pip install --python $(BIN)/python $(WHEELS) --editable '.[engine]' --group dev
 	@touch $@
 
 include tests/suites.mk

@@ -3,6 +3,9 @@
 
 .PHONY: probe wheels site boards hosts packages rdma redis promtool docker
 
+# One at a time: the rules run side by side.
+APT := flock Makefile apt-get -q
+
 # A copy, since the sanitized library takes the place of the usual one.
 SANITIZED := build/sanitized
 DEBUG := python3.11-dbg
@@ -15,7 +18,7 @@ probe: $(INSTALLED)
 	cd $(SANITIZED) && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=. ../../$(BIN)/python -m pytest -q -p no:xdist \
 		tests/unit/probe/test_pure.py tests/unit/probe/test_recorder.py tests/unit/probe/test_layer_calls.py tests/unit/page/test_calls.py
-	@command -v $(DEBUG) >/dev/null || { apt-get -q update && apt-get -q install --yes --no-install-recommends $(DEBUG) libpython3.11-dbg python3.11-dev; } \
+	@command -v $(DEBUG) >/dev/null || { $(APT) update && $(APT) install --yes --no-install-recommends $(DEBUG) libpython3.11-dbg python3.11-dev; } \
 		|| { echo "References are counted by a debug build of Python: install $(DEBUG) (Debian's packages are $(DEBUG), libpython3.11-dbg, python3.11-dev)"; false; }
 	rm $(SANITIZED)/kvobs/probe/*.so && sed -i '/define Py_LIMITED_API/d' $(SANITIZED)/kvobs/probe/compiled.c
 	cd $(SANITIZED) && $(CC) -fPIC -shared -I$$($(DEBUG) -c 'import sysconfig; print(sysconfig.get_paths()["include"])') \
@@ -71,47 +74,48 @@ packages: $(INSTALLED)
 # Mooncake's library is linked against them, with and without such a network.
 RDMA := libibverbs1 libnl-3-200 libnl-route-3-200
 rdma:
-	@dpkg-query --show $(RDMA) >/dev/null 2>&1 || { apt-get -q update && apt-get -q install --yes --no-install-recommends $(RDMA); } \
+	@dpkg-query --show $(RDMA) >/dev/null 2>&1 || { $(APT) update && $(APT) install --yes --no-install-recommends $(RDMA); } \
 		|| { echo "Mooncake needs libibverbs and libnl: install them ($(RDMA) are Debian's packages)"; false; }
 
 # Redhare keeps its keys there; the tests start their own.
 redis:
-	@command -v redis-server >/dev/null || { apt-get -q update && apt-get -q install --yes --no-install-recommends redis-server; } \
+	@command -v redis-server >/dev/null || { $(APT) update && $(APT) install --yes --no-install-recommends redis-server; } \
 		|| { echo "Redhare needs redis-server: install it, and have it on the PATH"; false; }
 
 promtool:
 	@command -v promtool >/dev/null && command -v victoria-metrics >/dev/null && command -v jq >/dev/null \
-		|| { apt-get -q update && apt-get -q install --yes --no-install-recommends prometheus victoria-metrics jq; } \
+		|| { $(APT) update && $(APT) install --yes --no-install-recommends prometheus victoria-metrics jq; } \
 		|| { echo "The tests need promtool, of Prometheus, victoria-metrics and jq: install them, on the PATH"; false; }
 
 # Debian's next release has a newer one, which is unpacked here: the system keeps its own, and its lists of packages.
 PROMETHEUS3 := .hosts/prometheus3
 OF_SID := -o Dir::Etc::sourcelist=$(CURDIR)/$(PROMETHEUS3)/sid.list -o Dir::Etc::sourceparts=- -o APT::Sandbox::User=root \
 	-o Dir::State::lists=$(CURDIR)/$(PROMETHEUS3)/lists -o Dir::Cache=$(CURDIR)/$(PROMETHEUS3)/cache
+OF_SID_APT := flock $(CURDIR)/Makefile apt-get -q $(OF_SID)
 $(PROMETHEUS3)/usr/bin/prometheus:
 	mkdir -p $(PROMETHEUS3)/lists/partial $(PROMETHEUS3)/cache/archives/partial
 	echo "deb $$(apt-get indextargets --format '$$(REPO_URI)' | grep --max-count=1 'debian/$$') sid main" > $(PROMETHEUS3)/sid.list
-	{ apt-get -q $(OF_SID) update && cd $(PROMETHEUS3) && apt-get -q $(OF_SID) download prometheus && dpkg -x prometheus_*.deb .; } \
+	{ $(OF_SID_APT) update && cd $(PROMETHEUS3) && $(OF_SID_APT) download prometheus && dpkg -x prometheus_*.deb .; } \
 		|| { echo "Debian has no newer Prometheus here: unpack one, so that there is a $@"; false; }
 
 # Its client of Kubernetes too; another vendor's package has the same name, and a higher version.
 $(PROMETHEUS3)/usr/bin/kubectl: | $(PROMETHEUS3)/usr/bin/prometheus
-	cd $(PROMETHEUS3) && apt-get -q $(OF_SID) download kubectl/sid && dpkg -x kubectl_*.deb .
+	cd $(PROMETHEUS3) && $(OF_SID_APT) download kubectl/sid && dpkg -x kubectl_*.deb .
 
 # Its clients of Docker too.
 $(PROMETHEUS3)/usr/libexec/docker/cli-plugins/docker-compose: | $(PROMETHEUS3)/usr/bin/prometheus
-	cd $(PROMETHEUS3) && apt-get -q $(OF_SID) download docker-compose docker-buildx && for package in docker-*.deb; do dpkg -x $$package . || exit; done
+	cd $(PROMETHEUS3) && $(OF_SID_APT) download docker-compose docker-buildx && for package in docker-*.deb; do dpkg -x $$package . || exit; done
 
 # The engine is Debian's; RUNLEVEL=1: it is not started when it is installed.
 docker:
-	@type docker dockerd iptables mmdebstrap >/dev/null 2>&1 || { apt-get -q update && RUNLEVEL=1 apt-get -q install --yes --no-install-recommends docker.io iptables mmdebstrap; } \
+	@type docker dockerd iptables mmdebstrap >/dev/null 2>&1 || { $(APT) update && RUNLEVEL=1 $(APT) install --yes --no-install-recommends docker.io iptables mmdebstrap; } \
 		|| { echo "docker-compose.yml needs a Docker engine: install docker.io, iptables and mmdebstrap (Debian's packages)"; false; }
 
 # The OpenTelemetry Collector of Debian's Go library, which has neither its tail_sampling nor its health_check.
 GO := $(PROMETHEUS3)/usr/lib/go-1.27
 .hosts/otelcol: tests/compose/images/otelcol.go | $(PROMETHEUS3)/usr/bin/prometheus
 	mkdir -p $(PROMETHEUS3)/go
-	cd $(PROMETHEUS3)/go && apt-get -q $(OF_SID) download $$(apt-cache $(OF_SID) depends --recurse --no-recommends --no-suggests \
+	cd $(PROMETHEUS3)/go && $(OF_SID_APT) download $$(apt-cache $(OF_SID) depends --recurse --no-recommends --no-suggests \
 		--no-conflicts --no-breaks --no-replaces --no-enhances golang-opentelemetry-collector-dev golang-1.27-go | grep '^golang-' | sort -u)
 	for package in $(PROMETHEUS3)/go/*.deb; do dpkg -x $$package $(PROMETHEUS3) || exit; done
 	rm -r $(PROMETHEUS3)/go

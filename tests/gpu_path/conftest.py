@@ -4,14 +4,31 @@ import fcntl
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.engine.conftest import model
 from tests.gpu_path.cells import Cell, Found
 from tests.gpu_path.scenarios import SCENARIOS
 
 __all__ = ["model"]
+
+
+class ByCell(LoadScopeScheduling):
+    """Gives a worker of pytest one cell at a time, which has an engine for itself; the files of servers are whole.
+
+    Of the two files of cells one has three times the engines of the other.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.partition("::")[0] if "/servers/" in nodeid else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return ByCell(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
