@@ -14,8 +14,6 @@ import pytest
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -25,7 +23,7 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.server import HOST
-from tests.support.grpc_collector import GrpcCollector
+from tests.support.grpc_collector import SERVICE, GrpcCollector
 
 TRACE, OTHER_TRACE = 0xA1, 0xB2
 
@@ -122,7 +120,7 @@ def test_a_collector_that_hangs_never_answers_and_frees_who_waits_when_it_stops(
     """Without an exporter, which would try again for a minute."""
     with GrpcCollector() as collector, grpc.insecure_channel(collector.endpoint.partition("://")[2]) as channel:
         collector.hang = True
-        waiting = TraceServiceStub(channel).Export.future(ExportTraceServiceRequest(), timeout=60)
+        waiting = channel.unary_unary(f"/{SERVICE}/Export").future(b"", timeout=60)
         with pytest.raises(grpc.FutureTimeoutError):
             waiting.result(timeout=0.3)
         collector.stop()

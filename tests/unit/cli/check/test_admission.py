@@ -54,6 +54,7 @@ def test_the_hook_checks_each_file_that_has_changed(tmp_path: Path) -> None:
     assert run(f"{hook['entry']} good also", tmp_path).returncode == 0
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(("text", "is_allowed", "message"), [
     (GOOD, True, ""), (BAD, False, "cpu_bytes_to_use: found a value of type str"),
     ("apiVersion: v1\nkind: ConfigMap\nmetadata: {name: a}\ndata: {a: b}\n", True, ""),
