@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from docs.pages import ROOT, pages
-from docs.words import PROGRAM, UNREAD, WORDS, Text, find, program, texts_of
+from docs.words import PROGRAM, RUNBOOK, UNREAD, WORDS, Text, find, program, texts_of
 
 SENTENCES = {
     "beside": "An exporter runs beside the engine.",
@@ -86,7 +86,7 @@ def test_all_of_the_program_is_read() -> None:
 
 OLD = ("admission", "changelog", "check", "performance", "runs", "vllm-faults")
 """Pages of history, of outputs and of measurements: what they quote has its own words."""
-PAGES = [path for path in pages() if path.parent.name != "decisions" and path.stem not in OLD]
+PAGES = [RUNBOOK, *(path for path in pages() if path.parent.name != "decisions" and path.stem not in OLD)]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
