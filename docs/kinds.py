@@ -19,7 +19,7 @@ from docs.pages import table
 from kvobs.schema.findings import Level
 from kvobs.schema.kinds import KINDS, MODEL
 
-_LISTS = {Level.MISTAKE: "mistakes", Level.WARNING: "warnings", Level.UNKNOWN: "unknown"}
+_LISTS = {Level.MISTAKE: "errors", Level.WARNING: "warnings", Level.UNKNOWN: "unknown"}
 
 
 def findings(given: str) -> Iterator[tuple[str, str, str, str]]:

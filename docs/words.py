@@ -39,7 +39,7 @@ WORDS: dict[str, str] = {
 _FIND = {re.compile(rf"(?<!\w)(?:{word})(?!\w)".replace(" ", r"\s+"), re.IGNORECASE): word for word in WORDS}
 _CODE = re.compile(r"^```.*?^```|(?<=\n\n) {4}.*?(?=\n\S)|(`+)[^`]+?\1", re.MULTILINE | re.DOTALL)
 PROGRAM = (ROOT / "kvobs", ROOT / "dashboards")
-UNREAD = (ROOT / "kvobs" / "cli" / "check", ROOT / "dashboards" / "preview")
+UNREAD = (ROOT / "dashboards" / "preview",)
 RUNBOOK = ROOT / "dashboards" / "runbook.md"
 
 

@@ -14,7 +14,7 @@ _SHOWN_AT_MOST = 80  # characters of a wrong value
 class Level(StrEnum):
     """What a finding means for the engine: its start fails, an option has another effect, or nothing is known."""
 
-    MISTAKE = "mistake"
+    MISTAKE = "error"
     WARNING = "warning"
     UNKNOWN = "not known"
 

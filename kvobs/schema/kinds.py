@@ -79,7 +79,7 @@ _LIMIT, _ALLOWED, _UNSET = "raise the limit, or lower cpu_bytes_to_use", "use an
 _LIST, _GIB = "list the connectors as objects", "such as 10737418240 for 10 GiB"
 _POD_IP = "set it to the pod's or container's address: in Kubernetes by a fieldRef to status.podIP"
 _OF_LMCACHE = "leave lmcacheConfig.enabled unset, and give vllmConfig.extraArgs a --kv-transfer-config that lists LMCacheConnectorV1 among its connectors: see 'vLLM production stack' in docs/deployment.md"
-_CHART = "the chart makes a --kv-transfer-config of lmcacheConfig: LMCacheConnectorV1 alone, behind any other"
+_CHART = "the chart makes a --kv-transfer-config from lmcacheConfig, with LMCacheConnectorV1 alone, after any other"
 
 # --- the text
 
@@ -94,7 +94,7 @@ NONE_IN_LINE = Kind(MISTAKE, "no-option", "whether there is an engine", "the lin
 NO_PLACE = Kind(MISTAKE, "place", "--place", "found no engine at {place}", "give one of: {places}", "", "")
 QUOTE = Kind(MISTAKE, "quote", "a command's quotes", "the line has a quote that is not closed", _GIVE, f"vllm serve m {K} '{{")
 FOLDED = Kind(MISTAKE, "folded", "YAML's > in a shell", "the command ends before --kv-transfer-config: YAML's '>' keeps the break before a deeper-indented line", "indent its lines alike, or use '|' and end each with '\\'", f"run: >\n  vllm serve m\n    {K} '{NIXL}'\n", f"run: >\n  vllm serve m\n  {K} '{NIXL}'\n")
-COLON = Kind(MISTAKE, "colon", "arguments in YAML", "--kv-transfer-config has a colon behind it, which makes a mapping of it: vLLM's arguments are texts; write '--kv-transfer-config=...', or the value as the next argument", _GIVE, f"args: [m, {{'{K}': '{NIXL}'}}]")
+COLON = Kind(MISTAKE, "colon", "arguments in YAML", "--kv-transfer-config is followed by a colon, which makes it a mapping: vLLM's arguments are texts; write '--kv-transfer-config=...', or the value as the next argument", _GIVE, f"args: [m, {{'{K}': '{NIXL}'}}]")
 NUMBER = Kind(MISTAKE, "number", "vLLM's numbers", "--{name} {value}, next to the configuration, is not a whole number", _GIVE, line(NIXL, after="--port x"), line(NIXL))
 KEY_TWICE = Kind(WARNING, "key-twice", "keys", "found the key {key!r} twice in one {where}: the first has no effect", "remove one of them", '{"kv_role": "kv_both", ' + NIXL[1:])
 OPTION_TWICE = Kind(WARNING, "option-twice", "options of a line", "found {times} of this option: only the last has an effect", "keep one, with all connectors", line(NIXL, after=f"{K} '{CPU}'"))
@@ -125,10 +125,10 @@ NO_ROUTER = Kind(MISTAKE, "no-router", "kvobs's name", "found {module} next to {
 ROUTER_WITHIN = Kind(WARNING, "router-within", "routers within routers", "found vLLM's MultiConnector within MultiConnector: kvobs sees it as one connector, and not the connectors in it", "move its connectors to the list that it is in", router(one("MultiConnector", connectors=[{"kv_connector": "NixlConnector", "kv_role": "kv_both"}])))
 KVOBS_WITHIN = Kind(MISTAKE, "kvobs-within", "routers within routers", "found kvobs nested in kvobs", "move its connectors to this list", router(router(NIXL)), router(NIXL))
 ROLES = Kind(WARNING, "roles", "roles in one engine", "found {found!r}, while {where} is {role!r}", "use the role that this engine has, unless it is meant to do both", router(PRODUCER, CONSUMER), router(PRODUCER, PRODUCER))
-SAME_CLASS = Kind(WARNING, "same-class", "classes under vLLM's router", "found a second {name}: vLLM's own MultiConnector keeps one set of metrics for a class, so that the numbers of both are mixed, or the server fails where their metrics differ", "route with kvobs, see --rewrite", router(CPU, CPU).replace('"kv_connector_module_path": "kvobs", ', ""), router(CPU, CPU))
+SAME_CLASS = Kind(WARNING, "same-class", "classes under vLLM's router", "found a second {name}: vLLM's own MultiConnector keeps one set of metrics for a class, so the metrics of both are mixed, or the server fails if they differ", "route with kvobs, see --rewrite", router(CPU, CPU).replace('"kv_connector_module_path": "kvobs", ', ""), router(CPU, CPU))
 SIZE_WITHIN = Kind(WARNING, "size-within", "--kv-offloading-size", "has no effect next to kvobs's MultiConnector", "remove the flag", line(router(CPU), "KVOBS_ENABLE=1", "--kv-offloading-size 4"), line(router(CPU), "KVOBS_ENABLE=1"))
-SIZE_REPLACES = Kind(MISTAKE, "size-replaces", "--kv-offloading-size", "replaces this MultiConnector by {name}, which kvobs's module does not have", "remove the flag: the JSON has the sizes (cpu_bytes_to_use)", line(router(CPU), after="--kv-offloading-size 4"), line(router(CPU)))
-SIZE_MAKES = Kind(WARNING, "size-makes", "--kv-offloading-size", "vLLM makes {name} of it, instead of any kv_connector of --kv-transfer-config", "use the configuration that --rewrite prints in its place, or start vLLM with KVOBS_ENABLE=1", line(NIXL, after="--kv-offloading-size 4"), line(NIXL))
+SIZE_REPLACES = Kind(MISTAKE, "size-replaces", "--kv-offloading-size", "replaces this MultiConnector with {name}, which kvobs's module does not have", "remove the flag: the JSON has the sizes (cpu_bytes_to_use)", line(router(CPU), after="--kv-offloading-size 4"), line(router(CPU)))
+SIZE_MAKES = Kind(WARNING, "size-makes", "--kv-offloading-size", "vLLM makes {name} from it, instead of any kv_connector of --kv-transfer-config", "use the configuration that --rewrite prints in its place, or start vLLM with KVOBS_ENABLE=1", line(NIXL, after="--kv-offloading-size 4"), line(NIXL))
 
 # --- options of kvobs
 
@@ -148,7 +148,7 @@ MINIMUM = Kind(MISTAKE, "minimum", "minimum tokens", "found a minimum for {cls},
 UNUSED_OFFERS = Kind(WARNING, "unused-offers", "synchronous loads", "found {name!r}, {hits}, because {harm}", "remove it from the list", beside(router(EXAMPLE, isolate=["ExampleConnector"]), kv_load_failure_policy="recompute"), router(CPU))
 NOT_RECOMPUTED = Kind(WARNING, "not-recomputed", "synchronous loads", "found 'recompute', and {name!r} loads synchronously: {harm}", "", beside(EXAMPLE, kv_load_failure_policy="recompute"), beside(CPU, kv_load_failure_policy="recompute"))
 USELESS = Kind(WARNING, "useless", "options of kvobs", "has no effect: {why}", "remove it, or change that", router(CPU, load_policy="longest"), router(CPU))
-UNUSUAL = Kind(WARNING, "unusual", "options of kvobs", "found {value:g} {unit}, which is unusual", "look at its unit", router(CPU, stuck_after_s=9000), router(CPU))
+UNUSUAL = Kind(WARNING, "unusual", "options of kvobs", "found {value:g} {unit}, which is unusual", "check its unit", router(CPU, stuck_after_s=9000), router(CPU))
 REQUEST_LOG = Kind(WARNING, "request-log", "options of kvobs", "found {path}, which the engine would refuse here: {problem}", "correct it on the engine's machine, or use another path there", router(CPU, request_log="/no/such/log"), router(CPU, request_log="stderr"))
 
 # --- the class of a connector
@@ -172,7 +172,7 @@ NO_VLLM = Kind(WARNING, "no-vllm", "vLLM, with --deep", "can't be imported here,
 OPTION = Kind(WARNING, "option", "a connector's options", "has no effect: {name} of vLLM {version} does not read it", "remove it", one("NixlConnector", kv_lease_duraton=1), one("NixlConnector", kv_lease_duration=1))
 OPTION_MISSING = Kind(MISTAKE, "option-missing", "a connector's options", "is missing, and {name} needs it", "add it", one("MoRIIOConnector"), MORIIO, elsewhere=WARNING)
 SIZE_MISSING = Kind(MISTAKE, "size-missing", "a connector's options", "is missing", f'add "cpu_bytes_to_use", {_GIB}', one("OffloadingConnector"), CPU)
-SIZE_OF_OLD = Kind(MISTAKE, "size-of-old", "a connector's options", "is missing", f"replace num_cpu_blocks, which older vLLMs had, by cpu_bytes_to_use, {_GIB}", one("OffloadingConnector", num_cpu_blocks=9), CPU, elsewhere=WARNING)
+SIZE_OF_OLD = Kind(MISTAKE, "size-of-old", "a connector's options", "is missing", f"replace num_cpu_blocks, which older vLLMs had, with cpu_bytes_to_use, {_GIB}", one("OffloadingConnector", num_cpu_blocks=9), CPU, elsewhere=WARNING)
 SMALL = Kind(WARNING, "small", "sizes", "is less than 1 MiB, room for no KV block: nothing will be offloaded", f"give bytes, {_GIB}", cpu(cpu_bytes_to_use=10), CPU)
 OPTION_TYPE = Kind(MISTAKE, "option-type", "types of options", "found a value of type {type}", "write {form}", cpu(cpu_bytes_to_use="8GB"), CPU)
 OPTION_VALUE = Kind(MISTAKE, "unknown-value", "values of options", "unknown {what}", "use one of them", cpu(eviction_policy="fifo"), CPU, elsewhere=WARNING)
@@ -182,10 +182,10 @@ TIER_OPTION_MISSING = Kind(MISTAKE, "tier-option-missing", "tiers", "is missing,
 TIER_OPTION = Kind(MISTAKE, "tier-option", "tiers", "unknown option", "remove it", tiers(type="fs", root_dir="/kv", rot_dir=1), tiers(type="fs", root_dir="/kv"), elsewhere=WARNING)
 UNUSED_TIERS = Kind(WARNING, "unused-tiers", "options that exclude each other", "has no effect: only TieringOffloadingSpec has tiers, and spec_name is {spec!r}", 'add "spec_name": "TieringOffloadingSpec"', cpu(secondary_tiers=[{"type": "fs"}]), tiers(type="fs", root_dir="/kv"))
 UNUSED_DISK = Kind(WARNING, "unused-disk", "options that exclude each other", "has no effect: kv_offload_backend is 'cpu'", 'add "kv_offload_backend": "disk"', one("SimpleCPUOffloadConnector", disk_path="/d"), SIMPLE)
-LONG_CALLS = Kind(WARNING, "long-calls", "calls that block", "is {seconds} s: a call to a server that hangs blocks the engine as long, isolated or not", "set it to {limit} or less", one("LMCacheMPConnector"), one("LMCacheMPConnector", **{"lmcache.mp.mq_timeout": 5}))
-BLOCKING = Kind(WARNING, "blocking", "calls that block", "is false: a lookup waits for the store without a limit, and the engine with it, isolated or not", "set it to true, and limit it by kvobs.lookup_timeout_ms", one("MooncakeStoreConnector"), one("MooncakeStoreConnector", lookup_async=True))
+LONG_CALLS = Kind(WARNING, "long-calls", "calls that block", "is {seconds} s: a server that hangs blocks the engine for that long, even with isolation", "set it to {limit} or less", one("LMCacheMPConnector"), one("LMCacheMPConnector", **{"lmcache.mp.mq_timeout": 5}))
+BLOCKING = Kind(WARNING, "blocking", "calls that block", "is false: a lookup waits for the store without a limit, and so does the engine, even with isolation", "set it to true, and limit it by kvobs.lookup_timeout_ms", one("MooncakeStoreConnector"), one("MooncakeStoreConnector", lookup_async=True))
 IGNORED_VARIABLE = Kind(WARNING, "ignored-variable", "the engine's variables", "has no effect: {name} of vLLM {version} ignores it", "set {option!r} in kv_connector_extra_config", line(MORIIO, "VLLM_MORIIO_NUM_WORKERS=2"), line(MORIIO))
-CHUNKS = Kind(WARNING, "chunks", "ExampleConnector", "found ExampleConnector with chunked prefill, of whose chunks it saves the first only", "add --no-enable-chunked-prefill", line(EXAMPLE), line(EXAMPLE, after="--no-enable-chunked-prefill"))
+CHUNKS = Kind(WARNING, "chunks", "ExampleConnector", "found ExampleConnector with chunked prefill: it only saves the first chunk", "add --no-enable-chunked-prefill", line(EXAMPLE), line(EXAMPLE, after="--no-enable-chunked-prefill"))
 NO_PREFIXES = Kind(WARNING, "no-prefixes", "SimpleCPUOffloadConnector", "SimpleCPUOffloadConnector does nothing with --no-enable-prefix-caching", "remove that flag, or the connector", line(SIMPLE, after="--no-enable-prefix-caching"), line(SIMPLE))
 
 # --- the host
@@ -198,16 +198,16 @@ IMAGE = Kind(WARNING, "image", "the image", "found {image}, which has no kvobs",
 
 # --- other engines
 
-ADDRESS = Kind(WARNING, "address", "the address for other engines", "found {given}, which another engine takes for itself: {name} sends it that", _POD_IP, pod(NIXL, f", env: [{{name: {HOST}, value: localhost}}]"), pod(NIXL, f", env: [{{name: {HOST}, value: 10.0.0.1}}]"))
-NO_ADDRESS = Kind(WARNING, "no-address", "the address for other engines", "is not set: {name} sends another engine 'localhost', which it takes for itself", _POD_IP, pod(NIXL), pod(NIXL, f", env: [{{name: {HOST}, value: 10.0.0.1}}]"))
+ADDRESS = Kind(WARNING, "address", "the address for other engines", "found {given}, which {name} sends to other engines: each would connect to itself", _POD_IP, pod(NIXL, f", env: [{{name: {HOST}, value: localhost}}]"), pod(NIXL, f", env: [{{name: {HOST}, value: 10.0.0.1}}]"))
+NO_ADDRESS = Kind(WARNING, "no-address", "the address for other engines", "is not set: {name} sends 'localhost' to other engines, and each would connect to itself", _POD_IP, pod(NIXL), pod(NIXL, f", env: [{{name: {HOST}, value: 10.0.0.1}}]"))
 PAIR = Kind(WARNING, "pair", "connectors of one file", "found {here} here and {others} in the others of this file, which can't hand KV over to each other", "use one connector in engines of a pair", two(PRODUCER, one("MooncakeConnector", "kv_consumer")), two(PRODUCER, CONSUMER))
-PAIR_ROLES = Kind(WARNING, "pair-roles", "roles of one file", "found {role!r} in all {number} engines with {kind} of this file: none {lacks} their KV", "give one of them the other role, unless it is in another file", two(PRODUCER, PRODUCER), two(PRODUCER, CONSUMER))
+PAIR_ROLES = Kind(WARNING, "pair-roles", "roles of one file", "found {role!r} in all {number} engines with {kind} of this file: no engine {lacks} their KV", "give one of them the other role, unless it is in another file", two(PRODUCER, PRODUCER), two(PRODUCER, CONSUMER))
 NIXL_PORT = Kind(WARNING, "nixl-port", "NIXL's ports", "found port {port}, which is {whose}", "give each engine of a host another port", two(PRODUCER, CONSUMER, 5600), two(PRODUCER, CONSUMER))
 
 # --- where numbers go
 
 PORT = Kind(WARNING, "port", "the exporter", "found port {port}, which is {whose}", "use another port", line(router(CPU, exporter={"port": 8000})), line(router(CPU, exporter={"port": 9999})))
-PORT_IN_USE = Kind(WARNING, "port-in-use", "the exporter", "found port {port}, which is in use on this machine: held by {holder}", "end that process, unless it is the exporter of this server, which runs already; or use another port", "", "")
+PORT_IN_USE = Kind(WARNING, "port-in-use", "the exporter", "found port {port}, which is in use on this machine: held by {holder}", "end that process, unless it is the exporter of this server, which is already running; or use another port", "", "")
 NO_LISTENING = Kind(WARNING, "no-listening", "the exporter", "found {host} and port {port}, where this machine can't listen: {error}", "use an address of the engine's machine, and a port that its user may open", "", "")
 WEB_CONFIG = Kind(WARNING, "web-config", "the exporter", "{error}", "correct the file, unless it is for another machine", router(CPU, exporter={"web_config": "/no/such"}), router(CPU))
 OPEN = Kind(WARNING, "open", "the exporter", "listens on {host}: {harm}", "{remedy}", router(CPU, exporter={"host": "0.0.0.0"}), router(CPU, exporter={}))
@@ -217,8 +217,8 @@ TRACES_UNCOUNTED = Kind(MISTAKE, "traces-without-stats", "--otlp-traces-endpoint
 TRACES_OF_RUST = Kind(MISTAKE, "traces-of-rust", "--otlp-traces-endpoint", "VLLM_USE_RUST_FRONTEND is set: that front end refuses it", "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", line(router(CPU), "VLLM_USE_RUST_FRONTEND=1", "--otlp-traces-endpoint http://c"), line(router(CPU), after="--otlp-traces-endpoint http://c"))
 ENDPOINT = Kind(WARNING, "endpoint", "--otlp-traces-endpoint", "has neither a scheme nor a port", "write the collector's address, such as http://localhost:4317", line(router(CPU), after="--otlp-traces-endpoint collector"), line(router(CPU), after="--otlp-traces-endpoint http://c"))
 UNTRACED = Kind(WARNING, "untraced", "tracing", "found {level!r}, but nothing is traced: {why}", "start vLLM with --otlp-traces-endpoint, or set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", router(CPU, tracing={"level": "calls"}), router(CPU))
-DYNAMO_METRICS = Kind(WARNING, "dynamo-metrics", "NVIDIA Dynamo", "NVIDIA Dynamo serves metrics that begin with vllm: or lmcache: only; kvobs's are at its exporter, {where}", 'set kvobs.exporter to {{"host": "0.0.0.0"}}, and scrape its port: see docs/deployment.md', f"python3 -m dynamo.vllm --model m {K} '{router(CPU)}'", line(router(CPU)))
-DYNAMO_EVENTS = Kind(WARNING, "dynamo-events", "NVIDIA Dynamo", "NVIDIA Dynamo combines DynamoConnector's KV events with vLLM's only without MultiConnector: its router will see vLLM's events", "keep Dynamo's configuration where requests are routed by these events, or set DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR=0", f"python3 -m dynamo.vllm --model m {K} '{router(one('DynamoConnector'))}'", f"python3 -m dynamo.vllm --model m {K} '{router(CPU)}'")
+DYNAMO_METRICS = Kind(WARNING, "dynamo-metrics", "NVIDIA Dynamo", "NVIDIA Dynamo serves only metrics that begin with vllm: or lmcache:; kvobs's are at its exporter, {where}", 'set kvobs.exporter to {{"host": "0.0.0.0"}}, and scrape its port: see docs/deployment.md', f"python3 -m dynamo.vllm --model m {K} '{router(CPU)}'", line(router(CPU)))
+DYNAMO_EVENTS = Kind(WARNING, "dynamo-events", "NVIDIA Dynamo", "NVIDIA Dynamo combines DynamoConnector's KV events with vLLM's only without MultiConnector: its router would see vLLM's events", "keep Dynamo's configuration if requests are routed by these events, or set DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR=0", f"python3 -m dynamo.vllm --model m {K} '{router(one('DynamoConnector'))}'", f"python3 -m dynamo.vllm --model m {K} '{router(CPU)}'")
 
 # --- what is not known
 
@@ -230,12 +230,12 @@ SET_ELSEWHERE = Kind(UNKNOWN, "set-elsewhere", "values", "found {found}, which m
 FORM = Kind(UNKNOWN, "form", "the command", "--kv-transfer-config is in a form that is not known here; if it has --config, check that file", _PASTE, f"start.sh \"--log {K} x\"")
 QUOTE_IN_SCRIPT = Kind(UNKNOWN, "quote-in-script", "the command", "the line has a quote that is not closed", _PASTE, f"cd m\nvllm serve m {K} '{{\n")
 DYNAMO_LINE = Kind(UNKNOWN, "dynamo-line", "the command", NONE_IN_LINE.says, _PASTE, "python3 -m dynamo.vllm --model m")
-NOTHING = Kind(UNKNOWN, "nothing", "the text", "the text is no configuration, and has none", _PASTE, "a: b: c\n")
-NO_ENGINE_HERE = Kind(UNKNOWN, "no-engine-here", "objects of Kubernetes", "the objects have no engine with a --kv-transfer-config", _PASTE, JOB)
+NOTHING = Kind(UNKNOWN, "nothing", "the text", "the text is not a configuration and contains none", _PASTE, "a: b: c\n")
+NO_ENGINE_HERE = Kind(UNKNOWN, "no-engine-here", "objects of Kubernetes", "the objects contain no engine with a --kv-transfer-config", _PASTE, JOB)
 PYTHON = Kind(UNKNOWN, "python", "who makes the configuration", "a Python program makes the configuration", _PASTE, "import vllm\n")
-DYNAMO = Kind(UNKNOWN, "dynamo", "who makes the configuration", "Dynamo makes the configuration of --connector", _PASTE, "python3 -m dynamo.vllm --connector kvbm")
-KSERVE = Kind(UNKNOWN, "kserve", "who makes the configuration", "KServe makes the configuration of kvCacheOffloading: OffloadingConnector with its tiers", _PASTE, "kvCacheOffloading: {cpu: 1Gi}\n")
-CHART = Kind(UNKNOWN, "chart", "who makes the configuration", "{key!r} is no option of vLLM: a chart or a program makes the configuration of it", _PASTE, "engine: {nixlEnabled: true}\n")
+DYNAMO = Kind(UNKNOWN, "dynamo", "who makes the configuration", "Dynamo makes the configuration from --connector", _PASTE, "python3 -m dynamo.vllm --connector kvbm")
+KSERVE = Kind(UNKNOWN, "kserve", "who makes the configuration", "KServe makes the configuration from kvCacheOffloading: OffloadingConnector with its tiers", _PASTE, "kvCacheOffloading: {cpu: 1Gi}\n")
+CHART = Kind(UNKNOWN, "chart", "who makes the configuration", "{key!r} is not an option of vLLM: a chart or a program makes the configuration from it", _PASTE, "engine: {nixlEnabled: true}\n")
 LMCACHE_CHART = Kind(UNKNOWN, "lmcache-chart", "who makes the configuration", _CHART, _OF_LMCACHE, "lmcacheConfig: {enabled: true}\n")
 OTHER_SERVER = Kind(UNKNOWN, "other-server", "the server", "the command starts {server}, which is not vLLM: its options are not known here", _PASTE, f"sglang serve {K} '{NIXL}'")
 # fmt: on

@@ -229,7 +229,7 @@ def test_configurations_are_found() -> None:
 def test_every_configuration_is_right(name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvobs.cli.check.check.listen", Mock())  # another engine may have it here
     found = checked(json.dumps(config))
-    assert found["mistakes"] == []
+    assert found["errors"] == []
     # In a pod it must listen on more than loopback; the pages say how to close it.
     assert [warning for warning in found["warnings"] if "listens on '0.0.0.0'" not in warning["found"]] == []
     assert config["kv_connector_module_path"] == "kvobs"

@@ -38,7 +38,7 @@ def values(name: str) -> Any:
 
 def problems(found: dict[str, Any]) -> list[Any]:
     """Return the findings but one: an exporter in a pod listens for Prometheus, and a network policy guards it."""
-    return [finding for finding in (*found["mistakes"], *found["warnings"]) if finding["fix"] != LESS_OPEN]
+    return [finding for finding in (*found["errors"], *found["warnings"]) if finding["fix"] != LESS_OPEN]
 
 
 def assert_right(args: list[str], connectors: list[str]) -> None:

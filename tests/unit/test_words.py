@@ -84,7 +84,7 @@ def test_all_of_the_program_is_read() -> None:
     assert all(folder.is_dir() for folder in UNREAD)
 
 
-OLD = ("admission", "changelog", "check", "performance", "runs", "vllm-faults")
+OLD = ("changelog", "performance", "runs", "vllm-faults")
 """Pages of history, of outputs and of measurements: what they quote has its own words."""
 PAGES = [RUNBOOK, *(path for path in pages() if path.parent.name != "decisions" and path.stem not in OLD)]
 

@@ -91,7 +91,7 @@ def _warn_of_other_router(config: Mapping[str, Any], router: Router, plugins: st
 
 def _check_entries(result: CheckResult) -> None:
     """Check the top level, kvobs's options, and each connector's entry."""
-    keys = vllm_source.transfer_keys()  # those of the installed vLLM, if there is one
+    keys = vllm_source.transfer_keys()  # of the installed vLLM, if there is one
     transfer_class = versions.transfer_config_with(keys) if keys else versions.TransferConfig
     result.add(*validation.transfer_config(result.config, "", transfer_class)[1])
     policy = result.config.get("kv_load_failure_policy", "fail")
@@ -254,7 +254,7 @@ def _refusal(path: Path) -> str | None:
 def _note_options_that_are_off(result: CheckResult) -> None:
     options, off = result.options, result.off
     if not options.best_effort:
-        off["isolation"] = "kvobs.best_effort is empty: an exception in a connector ends the engine"
+        off["isolation"] = "kvobs.best_effort is empty: an exception in a connector crashes the engine"
     if not options.request_report and options.request_log is None:
         off["request reports"] = "neither kvobs.request_report nor kvobs.request_log is set"
     if options.lookup_timeout_ms is None:

@@ -24,7 +24,7 @@ Finder = Callable[[str, Any], type]
 
 
 def check_classes(result: CheckResult, *, is_deep: bool = False) -> None:
-    """Add the properties and mistakes of the connectors' classes to a checked text; nothing without vLLM.
+    """Add the properties and errors of the connectors' classes to a checked text; nothing without vLLM.
 
     They are read from the source; with ``is_deep`` vLLM and the classes are imported.
     """
@@ -120,7 +120,7 @@ def _check_layouts(result: CheckResult) -> None:
 def facts_of(cls: Any, transfer: Any, *, has_hisparse: bool) -> Facts:
     """Read the properties of a connector class; ``NotUsableError`` if it can't be used, or one of its methods raises.
 
-    ``has_hisparse`` is whether a HiSparseConnector is beside it.
+    ``has_hisparse`` is whether the same engine has a HiSparseConnector.
     """
     if not name_among(cls, ("KVConnectorBase_V1",)):
         raise NotUsableError(kinds.NO_KV_CONNECTOR.at("", name=show(transfer.kv_connector)))

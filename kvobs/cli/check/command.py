@@ -78,10 +78,10 @@ def check(
     cert: Cert = None,
     key: Key = None,
 ) -> None:
-    """Check a --kv-transfer-config and name every mistake in it; or look at running servers and their Prometheus.
+    """Check a --kv-transfer-config and name every error in it; or look at running servers and their Prometheus.
 
     Of a line or a file with engines, vLLM's other options and the engines' variables are read too. Exit status 1 if
-    there is a mistake, a problem of a server, or nothing that --rewrite could print.
+    there is an error, a problem of a server, or nothing that --rewrite could print.
     """
     if (config is None) == (not server and prometheus is None):
         raise typer.BadParameter("give either the configuration, or --server and/or --prometheus", param_hint="CONFIG")
@@ -155,7 +155,7 @@ def _check(
 
 def _print(source: Source, result: CheckResult, out: Console, *, should_rewrite: bool, is_verbose: bool) -> None:
     """Print what was found; but for --rewrite also who routes, the verdict, and tables if asked for."""
-    if source.location and not (should_rewrite and verdict(result).plain == "no mistakes"):
+    if source.location and not (should_rewrite and verdict(result).plain == "no errors"):
         out.print(Text(f"\n{source.location}\n", "bold"))
     if result.connectors and not should_rewrite:
         out.print(headline(result), soft_wrap=True)
@@ -270,8 +270,8 @@ def lines(result: CheckResult | LiveResult) -> Iterator[Text]:
 
 
 def _word(result: CheckResult | LiveResult) -> str:
-    """Return what one of its ``mistakes`` is: nobody made an outage by a configuration."""
-    return "problem" if isinstance(result, LiveResult) else "mistake"
+    """Return the name of one of its ``mistakes``: an outage is no error of a configuration."""
+    return "problem" if isinstance(result, LiveResult) else "error"
 
 
 def verdict(*results: CheckResult | LiveResult) -> Text:
@@ -306,7 +306,8 @@ def as_dict(result: CheckResult) -> dict[str, Any]:
 
 
 def _findings(result: CheckResult | LiveResult) -> dict[str, list[dict[str, str]]]:
-    return {level: [_finding(each) for each in getattr(result, level)] for level in ("mistakes", "warnings", "unknown")}
+    levels = {"errors": result.mistakes, "warnings": result.warnings, "unknown": result.unknown}
+    return {name: [_finding(each) for each in found] for name, found in levels.items()}
 
 
 def _finding(of: Finding) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Read vLLM's options beside a configuration, and find what they and the engine's variables mean for its check."""
+"""Read vLLM's options next to a configuration, and find what they and the engine's variables mean for its check."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from kvobs.schema.findings import Finding, Kind
 from kvobs.vllm_api.versions import V2_RUNNER
 
 LAUNCHER, RAY, DYNAMO_VLLM = "launcher", "engine_kwargs", "dynamo.vllm"
-"""The key among the options that says who starts the engine, and its values; without it `vllm serve` does."""
+"""The key among the options that names what starts the engine, and its values; without it `vllm serve` does."""
 SIZE = "kv-offloading-size"
 NIXL_PORT, _DYNAMO_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT", "DYN_SYSTEM_PORT"
 CONTAINER = "kvobs container"
 """A mark among the variables of an engine whose container has a network without Prometheus."""
 IMAGE = "kvobs stock image"  # such a mark, with the image that somebody else publishes
-ELSEWHERE = "kvobs image"  # such a mark: the engine runs in an image, whose libraries are not those of this machine
+ELSEWHERE = "kvobs image"  # such a mark: the engine runs in an image, which has its own libraries
 HOST_NETWORK = "kvobs host network"  # such a mark: the pod or container has no network of its own
 ALONE = "kvobs own network"  # such a mark: the container has a network of its own
 MORE = "kvobs further variables"  # such a mark: of a Secret or a file, or set by who makes the container
@@ -53,7 +53,7 @@ class UnreadableError(ValueError):
 class Flags:
     """Further options of vLLM's start, and ports that others on the host have; ``launcher`` is empty if not known.
 
-    ``conditions`` are those of a failed synchronous load.
+    ``conditions`` decide what a failed synchronous load does.
     """
 
     disable_log_stats: bool = False

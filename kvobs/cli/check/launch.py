@@ -23,7 +23,7 @@ from kvobs.schema import kinds
 from kvobs.schema.findings import Finding
 
 NETWORK = "network_mode"
-"""The key among the variables that says whose ports an engine takes, if that is known."""
+"""The key among the variables that names whose ports an engine takes, if that is known."""
 OPTION = "kv-transfer-config"
 HAS_OPTION = re.compile(r"(?:^|[\s\"'=(])--kv[-_](?:transfer[-_]config|offloading[-_]size)\b")
 STARTS_VLLM = re.compile(rf"\bvllm\s+serve\b|\bvllm\.entrypoints\b|\b{re.escape(DYNAMO_VLLM)}\b")
@@ -47,7 +47,7 @@ _STANDS_FOR_IT = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}  
 
 
 class Source(NamedTuple):
-    """One engine's configuration; vLLM's options beside it, by name without dashes, and the variables set for it.
+    """One engine's configuration; vLLM's options next to it, by name without dashes, and the variables set for it.
 
     ``config`` is None if it can't be read: a finding has the reason. ``flags`` is empty if it stands alone;
     ``location`` is where it is in a file of several. ``holes`` are the locations of the values that are not known here.
@@ -224,7 +224,7 @@ def _unquoted(part: re.Match[str]) -> str:
 
 
 def substitute(text: str, known: Mapping[str, str | None]) -> str:
-    """Return a text with the known variables replaced, and those that have a default; None is not known."""
+    """Return a text with the known variables replaced, and variables that have a default; None means not known."""
 
     def value(match: re.Match[str]) -> str:
         found = known.get(match[1] or match[2], match[3])

@@ -37,7 +37,7 @@ def router_of(config: Mapping[str, Any]) -> Router:
 
 
 def correct(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
-    """Return the configuration with slips in the name of kvobs's router corrected, and the mistakes that they are."""
+    """Return the configuration with slips in the name of kvobs's router corrected, and a finding for each."""
     name, module, has_list = config.get("kv_connector"), config.get(_KEY), _has_list(config)
     bare = without_key(config)
     if bare != config:

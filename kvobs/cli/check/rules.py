@@ -1,6 +1,6 @@
 """Check the connectors' entries by their text: libraries, the connectors' own options, misplaced keys, and roles.
 
-A connector's own option is checked if vLLM (0.32 here) ignores a mistake in it, or reports it without naming the option
+A connector's own option is checked if vLLM (0.32 here) ignores an error in it, or reports it without naming the option
 or a way to correct it.
 """
 
@@ -89,7 +89,7 @@ def ignored_variables(whole: Mapping[str, Any], environment: Iterable[str]) -> I
 
 
 def _nesting(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
-    """Warn about vLLM's router within another router; kvobs within kvobs is a mistake, found with the classes."""
+    """Warn about vLLM's router within another router; kvobs within kvobs is an error, found with the classes."""
     is_router, extra = entry.get("kv_connector") == ROUTER, entry.get(PATH)
     if is_router and entry.get("kv_connector_module_path") not in OURS:
         yield kinds.ROUTER_WITHIN.at(f"{path}.kv_connector")
@@ -98,7 +98,7 @@ def _nesting(entry: Mapping[str, Any], path: str) -> Iterator[Finding]:
 
 
 def _roles(whole: Mapping[str, Any]) -> Iterator[Finding]:
-    """Warn about connectors that only receive beside, or in an engine of, those that only send; or the other way."""
+    """Warn if one engine has connectors that only receive and connectors, or a role, that only send; or vice versa."""
     entries = {i: entry for i, entry in enumerate(_connectors(whole)) if isinstance(entry, Mapping)}
     role, where = whole.get("kv_role"), "kv_role at the top level"
     if role == "kv_both":

@@ -42,7 +42,7 @@ _MAKES = re.compile(r'"([\w-]*(?:lmcache|nixl|mooncake|kv_?(?:cache_?off|transfe
 _SET_ELSEWHERE = re.compile(r"\$\{?\(?\w*(?:KV|TRANSFER|CONNECTOR|EXTRA|ARGS)\w*")
 _VALUE_FROM = "$(valueFrom)"
 _MAKERS = ("LLMInferenceService", "LLMInferenceServiceConfig", "RayService", "RayCluster", "DynamoGraphDeployment")
-"""Kinds whose controller, or what it starts, sets variables of its own."""
+"""Kinds whose controller, or what it starts, sets further variables."""
 
 
 def read(argument: str) -> list[Source]:
@@ -204,7 +204,7 @@ def _engines(node: Any, location: str, environment: Mapping[str, str], *, in_she
 
 
 def _expanded(text: str, environment: Mapping[str, str]) -> str:
-    """Return a text with defaults in the location of variables, and what Kubernetes replaces by the container's own."""
+    """Return a text with defaults instead of variables, and with the container's values where Kubernetes expands."""
     text = re.sub(r"\$\((\w+)\)", lambda match: environment.get(match[1], match[0]), text)
     return launch.substitute(text.replace("$$", "$"), {})  # what compose and Kubernetes write for one
 

@@ -102,7 +102,7 @@ def test_an_exception_of_an_isolated_connector_or_of_a_reset_ends_nothing(caplog
                                (0, "wait_for_save", SystemExit())):  # fmt: skip
         mine.raised(index, hook, error)
         assert read()[0].raised() is None
-    assert "ends the engine" not in caplog.text
+    assert "crashes the engine" not in caplog.text
     mine.raised(0, "start_load_kv", CancelledError())
     raised = read()[0].raised()
     assert (raised and raised.error) == "CancelledError", "nor is it an Exception, as pyo3's PanicException"

@@ -50,7 +50,7 @@ def test_the_hook_checks_each_file_that_has_changed(tmp_path: Path) -> None:
     for name, text in (("good", GOOD), ("bad", BAD), ("also", NO_ADDRESS.right)):
         (tmp_path / name).write_text(text)
     both = run(f"{hook['entry']} good bad also", tmp_path)
-    assert (both.returncode, both.stdout.count("mistake: ")) == (1, 1)
+    assert (both.returncode, both.stdout.count("error: ")) == (1, 1)
     assert run(f"{hook['entry']} good also", tmp_path).returncode == 0
 
 

@@ -34,7 +34,7 @@ def test_a_good_configuration_is_printed_with_where_metrics_and_spans_go() -> No
     spans = ("--otlp-traces-endpoint", "http://collector:4317")
     short, result = run(GOOD, *spans), run(GOOD, *spans, "-v")
     headline, where, end = short.stdout.splitlines()
-    assert (short.exit_code, end) == (0, "no mistakes")
+    assert (short.exit_code, end) == (0, "no errors")
     assert "routes between vLLM" in headline
     to = "Metrics go to /metrics of vLLM's API server; spans go to http://collector:4317, from vLLM's API server."
     assert where == to
@@ -54,13 +54,13 @@ def test_each_mistake_is_a_line_with_its_fix() -> None:
     result = CliRunner().invoke(cli.app, ["check", json.dumps(BAD)])
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
-    policy, key = [line for line in lines if line.startswith("mistake: ")]
-    assert policy.startswith("mistake: kv_load_failure_policy: found 'maybe', allowed: 'recompute' or 'fail'. Fix: ")
-    assert key.startswith("mistake: kv_rol: unknown key, allowed: ")
+    policy, key = [line for line in lines if line.startswith("error: ")]
+    assert policy.startswith("error: kv_load_failure_policy: found 'maybe', allowed: 'recompute' or 'fail'. Fix: ")
+    assert key.startswith("error: kv_rol: unknown key, allowed: ")
     assert key.endswith("Fix: use 'kv_role'.")
-    assert lines[-1] == "2 mistakes"
+    assert lines[-1] == "2 errors"
     noted = json.loads(run(BAD, "--json").stdout)
-    assert [mistake["path"] for mistake in noted["mistakes"]] == ["kv_load_failure_policy", "kv_rol"]
+    assert [error["path"] for error in noted["errors"]] == ["kv_load_failure_policy", "kv_rol"]
     assert [connector["name"] for connector in noted["connectors"]] == ["OffloadingConnector", "NixlConnector"]
     assert noted["connectors"][0]["facts"]["supports_hma"] is True
 
@@ -75,7 +75,7 @@ def test_rewrite_prints_the_configuration_alone() -> None:
     for change in ({"kv_role": "both"}, {"kv_connector": None}, {"kv_connector_module_path": "kv_obs"}):
         result = run(STOCK | change, "--rewrite")
         assert (result.exit_code, result.stdout) == (1, "")
-        assert any(line.startswith(f"mistake: {key}: ") for line in result.stderr.splitlines() for key in change)
+        assert any(line.startswith(f"error: {key}: ") for line in result.stderr.splitlines() for key in change)
 
 
 def test_stock_configuration_is_checked_as_it_would_be_with_kvobs() -> None:
@@ -83,7 +83,7 @@ def test_stock_configuration_is_checked_as_it_would_be_with_kvobs() -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith("kvobs is not in this configuration. With --rewrite it would route between vLLM")
     assert "warning: kv_connector_module_path: " in result.stdout
-    assert result.stdout.splitlines()[-1] == "no mistakes, 1 warning"
+    assert result.stdout.splitlines()[-1] == "no errors, 1 warning"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_text_that_can_not_be_read_is_a_mistake(config: str, says: str, option: 
     assert says in " ".join(result.output.split())
     assert "Traceback" not in result.output
     if option == ("--json",):
-        assert json.loads(result.stdout)["mistakes"][0]["path"] == "CONFIG"
+        assert json.loads(result.stdout)["errors"][0]["path"] == "CONFIG"
 
 
 def test_the_options_of_vllm_are_read() -> None:
@@ -119,21 +119,21 @@ def test_each_engine_of_a_file_has_a_part_and_the_last_line_counts_all() -> None
     line = f"vllm serve m --kv-transfer-config '{json.dumps(STOCK)}'"
     result = run(f"vllm serve m --kv-transfer-config $KV &\nKVOBS_ENABLE=1 {line}")
     lines = [line for line in result.stdout.splitlines() if line]
-    assert (result.exit_code, lines[0], *lines[2:4]) == (0, "command 1", "no mistakes, 1 not known here", "command 2")
+    assert (result.exit_code, lines[0], *lines[2:4]) == (0, "command 1", "no errors, 1 not known here", "command 2")
     assert lines[1].startswith("unknown: CONFIG: --kv-transfer-config has $KV, whose value is not known here. Fix: ")
     assert lines[4].endswith(", enabled by KVOBS_ENABLE.")
-    assert lines[-2:] == ["no mistakes", "2 engines: no mistakes, 1 not known here"]
+    assert lines[-2:] == ["no errors", "2 engines: no errors, 1 not known here"]
 
 
 def test_line_of_the_readme_is_not_known_here() -> None:
     readme = (Path(__file__).parents[4] / "README.md").read_text()
     (line,) = re.findall(r"vllm serve MODEL --kv-transfer-config .*check --rewrite.*", readme)
     result = run(line)
-    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "no mistakes, 1 not known here")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "no errors, 1 not known here")
     report = json.loads(run(line, "--json").stdout)
     (unknown,) = report["unknown"]
     assert "$(kvobs check --rewrite stock.json), whose value" in unknown["found"]
-    assert (report["mistakes"], report["is_routed_by_kvobs"]) == ([], None)
+    assert (report["errors"], report["is_routed_by_kvobs"]) == ([], None)
     result = run(line, "--rewrite")
     assert (result.exit_code, result.stdout) == (1, ""), "there is nothing to start vLLM with"
 
@@ -157,7 +157,7 @@ def test_without_vllm_only_the_text_is_checked() -> None:
     assert "vLLM (not installed here)" in " ".join(result.stdout.split())
     noted = json.loads(without_vllm(BAD, "--json").stdout)
     assert noted["vllm"] is None
-    assert {mistake["path"] for mistake in noted["mistakes"]} == {"kv_load_failure_policy", "kv_rol"}
+    assert {error["path"] for error in noted["errors"]} == {"kv_load_failure_policy", "kv_rol"}
     assert [connector["facts"] for connector in noted["connectors"]] == [None, None]
     assert "vLLM is not installed here" in noted["off"]["classes"]
     result = without_vllm(STOCK, "--rewrite")
@@ -215,7 +215,7 @@ def test_a_vllm_that_can_not_be_imported_is_a_warning(tmp_path: Path, is_stderr_
     assert "noise" not in result.stdout
     assert "warning: vLLM: can't be imported here" in result.stdout
     assert "OSError: libcuda.so.1 is missing" in result.stdout
-    assert result.stdout.splitlines()[-1] == "no mistakes, 1 warning; the connectors' classes were not checked"
+    assert result.stdout.splitlines()[-1] == "no errors, 1 warning; the connectors' classes were not checked"
 
 
 MEASURED = """

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], Verdict, Verdict]] = {
     "p2p nccl": (one("P2pNcclConnector", "kv_producer", kv_port="21001", kv_buffer_size="1e1"), [("kv_connector", "use 'NixlConnector' or 'MooncakeConnector', whose options differ"), ("kv_buffer_size", "remove it")], []),
     "offloading": (one("OffloadingConnector", extra={"block_size": 64, "cpu_bytes_to_use": 10**9}), [], []),
     "tiering": (one("OffloadingConnector", extra={**TIERS, "secondary_tiers": FS}), [], []),
-    "offloading of old": (one("OffloadingConnector", extra={"num_cpu_blocks": 1000}), [(f"{PATH}.cpu_bytes_to_use", "replace num_cpu_blocks, which older vLLMs had, by cpu_bytes_to_use")], []),
+    "offloading of old": (one("OffloadingConnector", extra={"num_cpu_blocks": 1000}), [(f"{PATH}.cpu_bytes_to_use", "replace num_cpu_blocks, which older vLLMs had, with cpu_bytes_to_use")], []),
     "offloading, misspelt size": (one("OffloadingConnector", extra={"cpu_byte_to_use": GIB}), [(f"{PATH}.cpu_bytes_to_use", "rename 'cpu_byte_to_use'")], []),
     "offloading, no size": (one("OffloadingConnector"), [(f"{PATH}.cpu_bytes_to_use", 'add "cpu_bytes_to_use"')], []),
     "offloading, wrong spec": (one("OffloadingConnector", extra={"spec_name": "TieredOffloadingSpec", "cpu_bytes_to_use": GIB}), [(f"{PATH}.spec_name", "use 'TieringOffloadingSpec'")], []),

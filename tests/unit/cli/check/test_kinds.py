@@ -36,5 +36,5 @@ def test_a_report_on_files_counts_by_reason(tmp_path: Path, capsys: pytest.Captu
         (tmp_path / name).write_text(text)
     assert main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sorted(lines[:3]) == ["     1  fine", "     1  mistake", "     1  not known"]
-    assert "     1  mistake: tier" in lines
+    assert sorted(lines[:3]) == ["     1  error", "     1  fine", "     1  not known"]
+    assert "     1  error: tier" in lines

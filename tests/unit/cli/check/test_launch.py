@@ -48,7 +48,7 @@ UNLISTED = "VLLM_PLUGINS: found 'lora', which does not list kvobs"
 MISSING = "kv_connector: is missing: vLLM would run without a connector"
 SERVERS = "--api-server-count: several API servers"
 AT_PORT = "kvobs.exporter: found port 9464, which is --port"
-DYNAMO = "dynamo.vllm: NVIDIA Dynamo serves metrics that begin with vllm: or lmcache: only"
+DYNAMO = "dynamo.vllm: NVIDIA Dynamo serves only metrics that begin with vllm: or lmcache:"
 UNSET = "VLLM_NIXL_SIDE_CHANNEL_HOST: is not set"
 EVENTS = "dynamo.vllm: NVIDIA Dynamo combines DynamoConnector's KV events with vLLM's only without MultiConnector"
 KVBM = ', "kv_connector_module_path": "kvbm.vllm_integration.connector"'
@@ -93,7 +93,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "on the line": (f"KVOBS_ENABLE=1 vllm serve m {K} '{STOCK}'", 1, ()),
     "shell variable that is set": (f"KV='{OURS}'\nvllm serve m {K} \"$KV\"", 1, ()),
     "no option": ("vllm serve m --port 8000", 1, ("the line has no --kv-transfer-config that can be read; if it has --config",)),
-    "offloading size": ("vllm serve m --kv-offloading-size 10", 1, ("--kv-offloading-size: vLLM makes OffloadingConnector of it", OFF)),
+    "offloading size": ("vllm serve m --kv-offloading-size 10", 1, ("--kv-offloading-size: vLLM makes OffloadingConnector from it", OFF)),
     "two": (f"vllm serve m {LINE} {K} '{NIXL}'", 1, ("--kv-transfer-config: found 2 of this option", OFF)),
     "port": (f"vllm serve m --port 9464 {K} '{router(CPU, kvobs=EXPORTER)}'", 1, (AT_PORT,)),
     "one port for all ranks": (f"vllm serve m -dp 4 --port 9466 {K} '{router(CPU, kvobs=EXPORTER)}'", 1, ()),
@@ -171,7 +171,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "one with a flag": ("KVOBS_ENABLE=1 vllm serve m --kv-offloading-size 10", 1, ()),
     "rust front end": (f"VLLM_USE_RUST_FRONTEND=1 vllm serve m --otlp-traces-endpoint http://c:4317 {K} '{OURS}'", 1, ("that front end refuses it",)),
     "dynamo's port": (f"DYN_SYSTEM_PORT=9464 python -m dynamo.vllm --model m {K} '{SEEN}'", 1, ("which is DYN_SYSTEM_PORT", "listens on '0.0.0.0'")),
-    "a colon": (pod(f"args: [m, {{'{K}': '{OURS}'}}]"), 1, ("has a colon behind it",)),
+    "a colon": (pod(f"args: [m, {{'{K}': '{OURS}'}}]"), 1, ("is followed by a colon",)),
     "exporter in a pod": (pod(f"args: {args(K, UNSEEN)}"), 1, ("no client outside the pod or container reaches",)),
     "exporter in a pod, seen": (pod(f"args: {args(K, SEEN)}"), 1, ("listens on '0.0.0.0'",)),
     "memory": (pod(f"resources: {{limits: {{memory: 9.5Mi}}}}, args: {args(K, CPU)}"), 1, ("found 9.5Mi, while connectors keep 10,000,000 bytes", OFF)),
@@ -190,7 +190,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "number in a variable": (f"vllm serve m --port $PORT -tp ${{TP}} {LINE}", 1, ()),
     "offloading size beside": (f"vllm serve m --kv-offloading-size 4 {K} '{NIXL}'", 1, ("instead of any", OFF)),
     "offloading size beside no role": (f"vllm serve m --kv-offloading-size 4 {K} '{{\"kv_connector\": \"NixlConnector\"}}'", 1, ("kv_role", "instead of any", OFF)),
-    "offloading size beside kvobs": (f"vllm serve m --kv-offloading-size 4 {LINE}", 1, ("--kv-offloading-size: replaces this MultiConnector by OffloadingConnector, which kvobs's module does not have, remove the flag: the JSON has the sizes",)),
+    "offloading size beside kvobs": (f"vllm serve m --kv-offloading-size 4 {LINE}", 1, ("--kv-offloading-size: replaces this MultiConnector with OffloadingConnector, which kvobs's module does not have, remove the flag: the JSON has the sizes",)),
     "offloading size without effect": (f"KVOBS_ENABLE=1 vllm serve m --kv-offloading-size 4 {LINE}", 1, ("--kv-offloading-size: has no effect next to kvobs's MultiConnector, remove the flag",)),
     "offloading size, stock and enabled": (f"KVOBS_ENABLE=1 vllm serve m --kv-offloading-size 4 {K} '{STOCK}'", 1, ("instead of any kv_connector of --kv-transfer-config, remove the flag, or that kv_connector",)),
     "the key on a single connector": (KEYED, 1, ("kv_connector_module_path: found 'kvobs' next to 'OffloadingConnector', which needs a MultiConnector around it, use the configuration that --rewrite prints; or remove this key, and set KVOBS_ENABLE=1 for vLLM",)),
@@ -225,8 +225,8 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "kustomize patch": (f"patches:\n- target: {{kind: Deployment}}\n  patch: |-\n    - {{op: test, path: /a, value: {K}}}\n    - op: replace\n      path: /b\n      value: >-\n        {NIXL}\n", 1, (OFF,)),
     "compose": (f"services:\n  vllm:\n    image: v\n    environment: [KVOBS_ENABLE=1]\n    command: >\n" f"      --model m {K} '{STOCK}'\n", 1, (UNSET,)),
     "production stack": (f"servingEngineSpec:\n  modelSpec:\n  - vllmConfig: {{extraArgs: {args(K, OURS)}}}\n", 1, ()),
-    "its LMCache": ("modelSpec:\n- lmcacheConfig: {enabled: true}\n  vllmConfig: {}\n", 1, ("of lmcacheConfig: LMCacheConnectorV1 alone, behind any other, leave lmcacheConfig.enabled unset, and",)),
-    "its LMCache beside kvobs": (f"modelSpec:\n- lmcacheConfig: {{enabled: true}}\n  vllmConfig: {{extraArgs: {args(K, OURS)}}}\n", 2, ("behind any other: vLLM reads the last one, leave lmcacheConfig.enabled unset",)),
+    "its LMCache": ("modelSpec:\n- lmcacheConfig: {enabled: true}\n  vllmConfig: {}\n", 1, ("from lmcacheConfig, with LMCacheConnectorV1 alone, after any other, leave lmcacheConfig.enabled unset, and",)),
+    "its LMCache beside kvobs": (f"modelSpec:\n- lmcacheConfig: {{enabled: true}}\n  vllmConfig: {{extraArgs: {args(K, OURS)}}}\n", 2, ("after any other: vLLM reads the last one, leave lmcacheConfig.enabled unset",)),
     "its metrics": (f"vllmConfig: {{extraArgs: {args(K, router(CPU, kvobs=NONE))}}}\n", 1, ("PROMETHEUS_MULTIPROC_DIR: the API server only exposes",)),
     "extraEnvVars": (f"extraEnvVars: [{{name: KVOBS_ENABLE, value: '1'}}]\nextraArgs: {args(K, STOCK)}\n", 1, ()),
     "modelservice": (f"prefill:\n  containers: [{{args: {args(K, OURS)}}}]\ndecode:\n  containers: [{{args: {args(K, NIXL)}}}]\n", 2, (OFF,)),
@@ -256,12 +256,12 @@ def test_launch_has_these_findings_and_no_others(kind: str, tmp_path: Path) -> N
     result = CliRunner().invoke(app, ["check", str(path), "--json"])
     assert dict(os.environ) == before
     answers = [json.loads(line) for line in result.stdout.splitlines()]
-    assert result.exit_code == any(answer["mistakes"] for answer in answers)
+    assert result.exit_code == any(answer["errors"] for answer in answers)
     assert len(answers) == engines, result.output
     told = [
         f"{finding['path']}: {finding['found']}, {finding['fix']}"
         for answer in answers
-        for finding in (*answer["warnings"], *answer["mistakes"], *answer["unknown"])
+        for finding in (*answer["warnings"], *answer["errors"], *answer["unknown"])
     ]
     assert len(told) == len(findings), told
     assert all(any(words in text for text in told) for words in findings), told

@@ -154,7 +154,7 @@ FILES: dict[str, tuple[str, Verdict]] = {
         kind: Job
         metadata: {name: download}
         spec: {template: {spec: {containers: [{name: d, image: python, command: [hf, download, m]}]}}}
-        """, Verdict(1, unknown=1, words=("have no engine",))),
+        """, Verdict(1, unknown=1, words=("contain no engine",))),
     # charts
     "chart, two roles": ("""
         prefill:
@@ -179,7 +179,7 @@ FILES: dict[str, tuple[str, Verdict]] = {
             repository: lmcache/vllm-openai
             tag: latest
             lmcacheConfig: {enabled: true, cpuOffloadingBufferSize: "60"}
-        """, Verdict(1, unknown=1, words=("the chart makes a --kv-transfer-config of lmcacheConfig",))),
+        """, Verdict(1, unknown=1, words=("the chart makes a --kv-transfer-config from lmcacheConfig",))),
     "production stack, arguments": ("""
         servingEngineSpec:
           modelSpec:
@@ -500,13 +500,12 @@ def test_the_verdict_is_that_of_a_reader_with_time(kind: str, tmp_path: Path) ->
     result = CliRunner().invoke(app, ["check", str(path), "--json"])
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     found = {
-        kind: [finding for answer in answers for finding in answer[kind]]
-        for kind in ("mistakes", "warnings", "unknown")
+        kind: [finding for answer in answers for finding in answer[kind]] for kind in ("errors", "warnings", "unknown")
     }
     said = [
         f"{finding['path']}: {finding['found']}. Fix: {finding['fix']}" for its in found.values() for finding in its
     ]
-    assert len(found["mistakes"]) == verdict.mistakes, said
+    assert len(found["errors"]) == verdict.mistakes, said
     assert (len(answers), len(found["unknown"])) == (verdict.engines, verdict.unknown), said
     for words in verdict.words:
         assert any(words.removeprefix("!") in text for text in said) != words.startswith("!"), said
