@@ -236,6 +236,5 @@ def measure(say: Callable[[str], None], rounds: int = ROUNDS) -> Part:
         say(f"  {case.title}")
         routers = {router: case.prepare(router) for router in ("stock", "kvobs")}
         lines.append(against_stock(case.title, "us", routers, rounds, case.budget))
-    return Part(
-        f"What grows with the engine, {CONNECTORS} connectors unless said, CPU time; baseline: vLLM's own", lines
-    )
+    usual = f"{CONNECTORS} connectors unless stated otherwise"
+    return Part(f"What grows with the engine, {usual}, CPU time; baseline: vLLM's own", lines)

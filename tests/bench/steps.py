@@ -189,7 +189,7 @@ ADDED = {True: (25, 10, None, None), False: (6, 0, None, None)}
 
 def measure() -> Part:
     lines = [line for case in CASES for line in _measure(case)]
-    title = f"A decode step of 5 ms, {len(LAYERS)} layers, {CONNECTORS} busy connectors if nothing else is said"
+    title = f"A decode step of 5 ms, {len(LAYERS)} layers, {CONNECTORS} busy connectors unless stated otherwise"
     return Part(f"{title}; baseline: vLLM's own", lines)
 
 

@@ -222,7 +222,7 @@ PATTERNS = (
     Pattern("hooks have further arguments, some by keyword only", "-",
             {"hooks": {"start_load_kv": _start, "get_num_new_matched_tokens": _lookup,
                        "update_connector_output": _output}}),
-    Pattern("works in a thread of its own, which its hooks wait for", "NIXL, LMCache",
+    Pattern("works in a separate thread, which its hooks wait for", "NIXL, LMCache",
             {**FOUND, "has_thread": True}, SYNC, breaks=True),
 )  # fmt: skip
 

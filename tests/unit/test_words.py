@@ -84,12 +84,7 @@ def test_all_of_the_program_is_read() -> None:
     assert all(folder.is_dir() for folder in UNREAD)
 
 
-OLD = ("changelog", "performance", "runs", "vllm-faults")
-"""Pages of history, of outputs and of measurements: what they quote has its own words."""
-PAGES = [RUNBOOK, *(path for path in pages() if path.parent.name != "decisions" and path.stem not in OLD)]
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [RUNBOOK, *pages()], ids=lambda path: path.name)
 def test_pages_have_none_of_these_words(path: Path) -> None:
     found = list(map(str, find([Text(path, 1, path.read_text(encoding="utf-8"))])))
     assert not found, "\n".join(found)
