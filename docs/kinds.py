@@ -1,4 +1,4 @@
-"""List what `kvobs check` finds in docs/check.md, and report on many files by the same kinds.
+"""List what `kvobs check` finds in docs/findings.md, and report on many files by the same kinds.
 
 ``python -m docs.kinds FOLDER`` checks each file below a folder, and prints by reason how many are fine, have findings,
 or are not known here. Exit status 1: a file ended the check.

@@ -1,7 +1,7 @@
 """List what is found in configurations: each error, each warning, and what `kvobs check` can't know.
 
 The start of an engine and `kvobs check` make their findings from these rows, tests run the two examples of each, and
-docs/check.md lists them.
+docs/findings.md lists them.
 """
 
 # ruff: noqa: E501

@@ -1,4 +1,4 @@
-"""Each kind of finding has a row, an input that has it, and one that does not: docs/check.md shows them."""
+"""Each kind of finding has a row, an input that has it, and one that does not: docs/findings.md shows them."""
 
 from pathlib import Path
 
