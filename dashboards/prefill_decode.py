@@ -236,7 +236,7 @@ def _peers() -> Panel:
             "One bad row: that pair, such as its link or NIC. All rows of one peer: that prefill engine. All rows of "
             "one instance: that decode engine.",
             "Check the logs of both engines, and search the pair's traces by kv_transfer.remote.host.",
-            "A process names its first 32 peers; all others are _OTHER.",
+            "A process names its first 32 peers; all others are _OTHER; without a name it is unknown.",
         ),
         {"peer": "Loads from", "connector": "Connector", **PLACE},
         [

@@ -67,9 +67,10 @@ def between_engines(specs: Iterable[ConnectorSpec]) -> list[ConnectorSpec]:
 
 
 def hands_over(connector_class: type) -> bool:
-    """Return whether a class, or one that it builds, reads in a request's params which other engine has its KV."""
+    """Return whether a class, or one that it builds, finds in a request's params or id which engine has its KV."""
     words = _words(connector_class)
-    return "do_remote_prefill" in words and any(word.startswith("remote_") for word in words)
+    by_params = "do_remote_prefill" in words and any(word.startswith("remote_") for word in words)
+    return by_params or any("___prefill_addr_" in word for word in words)  # P2pNcclConnector's
 
 
 @cache

@@ -114,6 +114,7 @@ def is_timed(hook: Hook) -> bool:
 
 OTHER = "other"
 OTHER_VALUE = "_OTHER"  # OpenTelemetry's name for further values of an open set
+UNKNOWN_VALUE = "unknown"  # of a label whose value is not known
 
 
 def hook_label(name: str) -> str:
@@ -203,8 +204,8 @@ LOAD_DURATION = Signal(
 )
 PEER_LOADS = Signal(
     "kvobs_peer_loads_total",
-    "Finished loads from other engines, by outcome and by the host and port that kv_transfer_params name: the first "
-    "32 peers of a process, and _OTHER for all others.",
+    "Finished loads from other engines, by outcome and by the host and port that the request names: the first 32 peers "
+    "of a process, _OTHER for all others, and unknown without a name.",
     {"peer": OPEN, "outcome": OPEN},
 )
 PEER_LOAD_SECONDS = Signal(

@@ -107,7 +107,7 @@ ROWS: dict[Signal, dict[tuple[str, ...], Any]] = {
         ("far", "async", "ok"): 2,
     },
     signals.LOAD_DURATION: {("cpu", "sync"): (2, MORE), ("far", "async"): (2, about((4 + 7) * STEP_S))},
-    signals.PEER_LOADS: {("far", PEER, "ok"): 2},
+    signals.PEER_LOADS: {("far", PEER, "ok"): 2, ("near", signals.UNKNOWN_VALUE, "aborted"): 1},
     signals.PEER_LOAD_SECONDS: {("far", PEER): about((4 + 7) * STEP_S)},
     signals.LOAD_RESUME_DELAY: {("far",): (2, about(2 * STEP_S))},
     signals.LOAD_TOKENS: {("cpu",): 4 * BLOCK, ("near",): 2 * BLOCK, ("far",): 5 * BLOCK},

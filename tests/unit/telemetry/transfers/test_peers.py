@@ -5,10 +5,21 @@ from typing import Any
 
 import pytest
 
+from kvobs.cli.check import vllm_source
+from kvobs.connectors.specs import _words
 from kvobs.probe.recorder import Recorder
-from kvobs.schema.signals import OTHER_VALUE, PEER_LOAD_SECONDS, PEER_LOADS
+from kvobs.schema.signals import OTHER_VALUE, PEER_LOAD_SECONDS, PEER_LOADS, UNKNOWN_VALUE
 from kvobs.state.transfers import NO_RESULT, Load
-from kvobs.telemetry.transfers.peers import NAME_AT_MOST, PEERS_AT_MOST, Peers, peer_of
+from kvobs.telemetry.transfers.peers import (
+    ADDRESSES,
+    ASKS,
+    ENGINE,
+    NAME_AT_MOST,
+    PEERS_AT_MOST,
+    Peers,
+    in_id,
+    peer_of,
+)
 from tests.support.numbers import taken
 
 NIXL, CPU = 0, 1
@@ -46,15 +57,51 @@ class Observed:
         ({}, "h:5600"),
         ({"remote_port": None}, "h"),
         ({"remote_port": "5600"}, "h"),
+        ({"remote_port": None, "remote_handshake_port": 6301, "remote_notify_port": 61005}, "h:6301"),
         ({"remote_host": None}, "e"),
+        ({"remote_host": ""}, "e"),
+        ({"remote_host": "h\n"}, "e"),
         ({"remote_host": None, "remote_bootstrap_addr": "http://h:8998", "remote_port": None}, "http://h:8998"),
-        ({"do_remote_prefill": False}, None),
+        ({"do_remote_prefill": False, "do_remote_decode": True}, "h:5600"),
         ({"remote_host": None, "remote_engine_id": None}, None),
+        ({"remote_host": 7, "remote_engine_id": ["e"]}, None),
     ],
 )
 def test_a_peer_is_named_by_its_host_and_port_or_by_its_id(changed: dict[str, Any], peer: str | None) -> None:
-    assert peer_of(PARAMS | changed) == peer
-    assert peer_of(None) is peer_of(["do_remote_prefill"]) is None
+    assert peer_of("r", PARAMS | changed) == peer
+    assert peer_of("r", None) is peer_of("r", ["do_remote_prefill"]) is None
+
+
+BY_PROXY = "cmpl-___prefill_addr_{}___decode_addr_10.0.0.2:14580_0123456789abcdef0123456789abcdef-0-a9a2cbf5"
+
+
+@pytest.mark.parametrize(
+    ("address", "peer"),
+    [
+        ("10.0.0.1:14579", "10.0.0.1:14579"),  # P2pNcclConnector
+        ("host:10.0.0.1,handshake:6301,notify:61005", "10.0.0.1:6301"),  # MoRIIOConnector
+        ("host:::1,handshake:6301,notify:61005", "::1:6301"),
+        ("host:h,notify:1", "host:h,notify:1"),
+        ("h\n", None),
+    ],
+)
+def test_a_peer_is_named_by_the_requests_id_where_no_param_has_an_address(address: str, peer: str | None) -> None:
+    request = BY_PROXY.format(address)
+    assert in_id(request) == peer
+    assert peer_of(request, None) == peer_of(request, {"transfer_id": "t"}) == peer
+    assert peer_of(request, {ENGINE: "e"}) == (peer or "e")
+    assert peer_of(request, PARAMS) == "h:5600"
+
+
+@pytest.mark.parametrize("listed", [row for row in ADDRESSES if row[2]], ids=lambda row: row[2])
+def test_vllms_connectors_read_the_keys_of_the_table(listed: tuple[str, str | None, str]) -> None:
+    host, port, names = listed
+    class_of = vllm_source.finder()
+    assert class_of is not None
+    ours = [name for name in names.split(", ") if name != "MooncakeConnectorV1"]  # it is vllm-ascend's
+    assert ours
+    for name in ours:
+        assert {ASKS, ENGINE, host, port or host} <= _words(class_of(name, None)), name
 
 
 @pytest.mark.parametrize("long", [{"remote_host": "h" * 300}, {"remote_host": None, "remote_engine_id": "e" * 300}])
@@ -91,13 +138,23 @@ def test_a_store_that_loads_instead_of_the_peer_is_not_the_peer() -> None:
     observed = Observed()
     observed.allocate("r", owner=CPU)
     observed.end("r", index=CPU)
-    observed.allocate("other", {})
-    observed.end("other")
     assert observed.counted == {}
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, "text"])
+def test_a_load_whose_request_names_nobody_is_of_an_unknown_peer(params: Any) -> None:
+    observed = Observed()
+    for outcome in ("ok", "failed"):
+        observed.allocate(outcome, params)
+        observed.end(outcome, failed=outcome == "failed")
+    loads = PEER_LOADS.name, NIXL, UNKNOWN_VALUE
+    seconds = {(PEER_LOAD_SECONDS.name, NIXL, UNKNOWN_VALUE): 7}
+    assert observed.counted == {(*loads, "ok"): 1, (*loads, "failed"): 1} | seconds
 
 
 def test_further_peers_are_counted_together() -> None:
     observed = Observed()
+    observed.allocate("unnamed", {})  # takes no place of a peer
     for number in [*range(PEERS_AT_MOST + 2), 0]:
         observed.allocate(f"r{number}", PARAMS | {"remote_port": number})
         observed.end(f"r{number}")
