@@ -40,6 +40,13 @@ def two(first: str, second: str, port: int = 5700) -> str:
     return f"{line(first)} &\n{line(second, f'VLLM_NIXL_SIDE_CHANNEL_PORT={port}')} &\n"
 
 
+def blocks(first: int, second: int) -> str:
+    """Return a script that starts a pair with these sizes of blocks."""
+    sizes = (f"--block-size {size}" for size in (first, second))
+    here, there = (line(config, after=size) for config, size in zip((PRODUCER, CONSUMER), sizes, strict=True))
+    return f"{here} &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 {there} &\n"
+
+
 def pod(config: str, more: str = "", image: str = "v") -> str:
     """Return a manifest with a configuration among the arguments of a container."""
     container = f"{{name: v, image: {image}, args: {json.dumps(['m', K, config])}{more}}}"
@@ -202,6 +209,7 @@ ADDRESS = Kind(WARNING, "address", "the address for other engines", "found {give
 NO_ADDRESS = Kind(WARNING, "no-address", "the address for other engines", "is not set: {name} sends 'localhost' to other engines, and each would connect to itself", _POD_IP, pod(NIXL), pod(NIXL, f", env: [{{name: {HOST}, value: 10.0.0.1}}]"))
 PAIR = Kind(WARNING, "pair", "connectors of one file", "found {here} here and {others} in the others of this file, which can't hand KV over to each other", "use one connector in engines of a pair", two(PRODUCER, one("MooncakeConnector", "kv_consumer")), two(PRODUCER, CONSUMER))
 PAIR_ROLES = Kind(WARNING, "pair-roles", "roles of one file", "found {role!r} in all {number} engines with {kind} of this file: no engine {lacks} their KV", "give one of them the other role, unless it is in another file", two(PRODUCER, PRODUCER), two(PRODUCER, CONSUMER))
+PAIR_BLOCKS = Kind(WARNING, "pair-blocks", "KV blocks of one file", "found {here!r} here and {there!r} for {place}: their KV blocks differ, and {kind} may refuse to load them", "give both engines the same value, unless the connector converts it", blocks(16, 32), blocks(16, 16))
 NIXL_PORT = Kind(WARNING, "nixl-port", "NIXL's ports", "found port {port}, which is {whose}", "give each engine of a host another port", two(PRODUCER, CONSUMER, 5600), two(PRODUCER, CONSUMER))
 
 # --- where numbers go

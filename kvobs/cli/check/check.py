@@ -69,6 +69,7 @@ def check_text(
     if not is_rewritten:
         result.add(*(rules.missing_libraries_of(result.config) if result.vllm is not None else ()))
         result.add(*peers.side_channels(result, flags))
+        result.of_blocks = peers.of_blocks(flags)
     result.add(*rules.check_memory(result.config, flags))
     if result.vllm is None:
         result.off["classes"] = "vLLM is not installed here: connector classes were not checked"

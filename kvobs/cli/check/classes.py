@@ -20,6 +20,7 @@ from kvobs.schema.findings import show
 
 _MODULE = "kv_connector_module_path"
 _HOOKS = ("get_required_kvcache_layout", "requires_piecewise_for_cudagraph", "supports_sleep_mode")
+_APART = ("NixlPushConnector",)  # no other class of its base can take its KV
 Finder = Callable[[str, Any], type]
 
 
@@ -67,7 +68,8 @@ def _find_facts(result: CheckResult, validated: validation.Validated, *, is_deep
     for spec in validated.specs:
         if hands_over(spec.connector_class):
             bases = [base.__name__ for base in spec.connector_class.__mro__]
-            connectors[spec.index].hands_over = bases[bases.index("KVConnectorBase_V1") - 1]
+            apart = name_among(spec.connector_class, _APART)
+            connectors[spec.index].hands_over = apart or bases[bases.index("KVConnectorBase_V1") - 1]
         transfer, path = spec.transfer_config, validation.path_of(spec.index)
         if is_deep:
             from vllm.config import KVTransferConfig

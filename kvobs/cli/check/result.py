@@ -57,6 +57,7 @@ class CheckResult:
     spans_go_to: str = ""
     port: int | None = None  # the exporter's
     conditions: Conditions = SAFE
+    of_blocks: Mapping[str, str] = field(default_factory=dict)  # the options by which its KV blocks differ from others'
     holes: tuple[str, ...] = ()  # the places of values that are not known: nothing is found there
     is_elsewhere: bool = False  # the engine runs in an image: what is missing here is not known
     connectors: list[ConnectorResult] = field(default_factory=list)

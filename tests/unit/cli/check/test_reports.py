@@ -27,6 +27,11 @@ def pod(config: str, container: str = "", image: str = "image: v,", kind: str = 
     return f"{head}spec: {{template: {{spec: {{containers: [{{name: vllm, {image} args: {args}{container}}}]}}}}}}\n"
 
 
+def pair(first: str, second: str, role: str = "kv_consumer") -> str:
+    here = f"vllm serve m {first} {K} '{one('NixlConnector', role='kv_producer')}' &"
+    return f"{here}\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {second} {K} '{one('NixlConnector', role=role)}' &\n"
+
+
 NIXL, LMCACHE, ASCEND = (
     one("NixlConnector"),
     one("LMCacheMPConnector", '{"lmcache.mp.mq_timeout": 5}'),
@@ -75,6 +80,17 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "two producers": (f"vllm serve m {K} '{one('NixlConnector', role='kv_producer')}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{one('NixlConnector', role='kv_producer')}' &\n", 0, ("warning: kv_role: found 'kv_producer' in all 2 engines with NixlBaseConnector of this file: no engine takes their KV",)),
     "two consumers": (f"vllm serve m {K} '{one('NixlConnector', role='kv_consumer')}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{one('NixlConnector', role='kv_consumer')}' &\n", 0, ("no engine computes their KV",)),
     "a pair": (f"vllm serve m {K} '{one('NixlConnector', role='kv_producer')}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{one('NixlPullConnector', role='kv_consumer')}' &\n", 0, ("!in the others", "!in all")),
+    "push and pull": (f"vllm serve m {K} '{one('NixlConnector', role='kv_producer')}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{one('NixlPushConnector', role='kv_consumer')}' &\n", 0, ("warning: kv_connector: found NixlBaseConnector here and NixlPushConnector in the others",)),
+    "both push": (f"vllm serve m {K} '{one('NixlPushConnector', role='kv_producer')}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{one('NixlPushConnector', role='kv_consumer')}' &\n", 0, ("!in the others",)),
+    "two sizes of blocks": (pair("--block-size 16", "--block-size 32"), 0, ("warning: --block-size: found '16' here and '32' for command 2: their KV blocks differ, and NixlBaseConnector may refuse to load them.", "2 engines: no mistakes, 3 warnings")),
+    "two data types": (pair("", "--kv-cache-dtype fp8"), 0, ("warning: --kv-cache-dtype: found 'auto' here and 'fp8' for command 2", "!--dtype")),
+    "two layouts": ("export VLLM_KV_CACHE_LAYOUT=HND\n" + pair("", "").replace("VLLM_NIXL", "VLLM_KV_CACHE_LAYOUT=NHD VLLM_NIXL"), 0, ("warning: environment variable VLLM_KV_CACHE_LAYOUT: found 'HND' here and 'NHD' for command 2",)),
+    "one size of blocks that is the platform's": (pair("--block-size 16", ""), 0, ("!KV blocks differ",)),
+    "a size that is not known": (pair("--block-size 16", "--block-size $SIZE"), 0, ("!KV blocks differ",)),
+    "sizes of two models": (pair("--block-size 16", "--block-size 32").replace("serve m", "serve n", 1), 0, ("!KV blocks differ",)),
+    "sizes of two producers": (pair("--block-size 16", "--block-size 32", "kv_producer"), 0, ("!KV blocks differ",)),
+    "sizes of two that do both": (pair("--block-size 16", "--block-size 32").replace("kv_producer", "kv_both").replace("kv_consumer", "kv_both"), 0, ("warning: --block-size: found '16' here",)),
+    "sizes of stores": (pair("--block-size 16", "--block-size 32").replace("NixlConnector", "ExampleConnector"), 0, ("!KV blocks differ",)),
     "two that do both": (f"vllm serve m {K} '{NIXL}' &\nVLLM_NIXL_SIDE_CHANNEL_PORT=5700 vllm serve m {K} '{NIXL}' &\n", 0, ("!in the others", "!in all")),
     # options
     "misspelt": (one("NixlConnector", '{"kv_lease_duraton": 300}'), 0, ("warning: kv_connector_extra_config.kv_lease_duraton: has no effect: NixlConnector of vLLM 0.32.0 does not read it, allowed: 'backends', ", "Fix: use 'kv_lease_duration'.")),
