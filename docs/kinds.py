@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 
 from docs.pages import table
-from kvobs.schema.findings import Level
+from kvobs.schema.findings import Kind, Level
 from kvobs.schema.kinds import KINDS, MODEL
 
 _LISTS = {Level.MISTAKE: "errors", Level.WARNING: "warnings", Level.UNKNOWN: "unknown"}
@@ -48,11 +48,19 @@ def of_example(given: str) -> list[tuple[str, str, str, str]]:
 
 def kinds_table() -> str:
     """Return the kinds as a table, with what is reported of the wrong example."""
-    rows = []
-    for kind in KINDS.values():
-        found = next(((text, fix) for _, name, text, fix in of_example(kind.wrong) if name == kind.name), None)
-        rows.append([f"`{kind.name}`", kind.looks_at, kind.level, *map(_short, found or (kind.says, kind.fix))])
+    rows = [[f"`{kind.name}`", kind.looks_at, kind.level, *map(_short, _example(kind))] for kind in KINDS.values()]
     return table(["kind", "looks at", "level", "reports, for example", "fix"], rows)
+
+
+def table_of(*names: str) -> str:
+    """Return some kinds as a table, with the whole texts."""
+    return table(["kind", "reports, for example", "fix"], [[f"`{name}`", *_example(KINDS[name])] for name in names])
+
+
+def _example(kind: Kind) -> tuple[str, str]:
+    """Return what is reported of the wrong example of a kind, and its fix; of one without an example their patterns."""
+    found = (each[2:] for each in of_example(kind.wrong) if each[1] == kind.name)
+    return next(found, (kind.says, kind.fix))
 
 
 def _short(text: str) -> str:

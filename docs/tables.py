@@ -14,7 +14,7 @@ from dashboards.alerts import ALERTS
 from dashboards.site import Site, thresholds
 from docs.deviations import DEVIATIONS
 from docs.house import PACKAGE, TIERS
-from docs.kinds import kinds_table
+from docs.kinds import kinds_table, table_of
 from docs.pages import ROOT, table
 from kvobs.cli.summary.rows import MEASURES
 from kvobs.cli.top.screen import MEANINGS
@@ -22,6 +22,7 @@ from kvobs.schema.options import Options
 from kvobs.schema.signals import CALL_DURATION, SIGNALS
 from kvobs.schema.spans import ATTRIBUTES, SPANS
 from kvobs.schema.verdicts import STATES, UNSERVED_H
+from kvobs.telemetry.transfers.peers import ADDRESSES, ENGINE
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Side
 from tests.suites import SUITES
 
@@ -365,9 +366,22 @@ def suites() -> str:
     return table(["Suite", "What it runs", "In CI"], rows)
 
 
+def peers() -> str:
+    """Return the keys of params by which an engine is named, by the connectors whose they are."""
+    named = [[names, f"`{host}`", f"`{port}`" if port else "in it"] for host, port, names in ADDRESSES if names]
+    return table(
+        ["connector", "key of its host", "key of its port"], [*named, ["others without these", f"`{ENGINE}`", ""]]
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "options": options,
     "check-kinds": kinds_table,
+    "pair-address": partial(table_of, "no-address", "address", "nixl-port"),
+    "pair-roles": partial(table_of, "pair-roles", "roles", "no-role"),
+    "pair-connectors": partial(table_of, "pair", "class"),
+    "pair-blocks": partial(table_of, "pair-blocks", "layouts"),
+    "peers": peers,
     "metrics": metrics,
     "spans": spans,
     "attributes": attributes,

@@ -46,6 +46,7 @@ from kvobs.telemetry.recorders import Recorders
 from kvobs.telemetry.scheduler_telemetry import SchedulerTelemetry
 from kvobs.telemetry.tracing import sampling
 from kvobs.telemetry.tracing.sampling import TracingSettings
+from kvobs.telemetry.transfers.first_requests import FirstLoads
 from kvobs.telemetry.transfers.gains import Gains, step_limits
 from kvobs.telemetry.transfers.load_warnings import SlowLoads, SyncLoadWarnings
 from kvobs.telemetry.transfers.offers import OfferCounts
@@ -135,8 +136,8 @@ def scheduler_side(
         recorders.loads,
         recorders.reports,
     ]
-    handing = [spec.index for spec in between_engines(specs)]
-    followers += [Peers(recorder, handing) if handing else None]
+    handing = between_engines(specs)
+    followers += [Peers(recorder, [spec.index for spec in handing]) if handing else None, _first_loads(handing)]
     followed = Composed(followers)
     gains = Gains(recorder, followed, *step_limits(vllm_config))
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
@@ -244,6 +245,13 @@ def worker_side(
         return waits.fan_outs
 
     return side, telemetry, bind
+
+
+def _first_loads(handing: Sequence[ConnectorSpec]) -> FirstLoads | None:
+    """Return what watches a decode engine's first requests; None for an engine that loads from no other."""
+    takers = {spec.index: spec.name for spec in handing if spec.transfer_config.is_kv_consumer}
+    only_takes = not any(spec.transfer_config.is_kv_producer for spec in handing)
+    return FirstLoads(takers, only_takes=only_takes) if takers else None
 
 
 def stats_hooks(connectors: Sequence[SubConnector]) -> list[tuple[str, Call]]:

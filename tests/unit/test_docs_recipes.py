@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from kvobs.schema.kinds import KINDS
 from kvobs.schema.signals import LOAD_DURATION
+from kvobs.schema.verdicts import STATES
 from tests.support.pages import TEXTS
 from tests.support.promtool import answers
 
@@ -85,3 +87,37 @@ def test_a_recipe_answers_its_question(title: str, tmp_path: Path) -> None:
 def test_there_are_ten_recipes_and_more() -> None:
     assert RECIPES.keys() == ANSWERS.keys()
     assert len(RECIPES) > 10
+
+
+PAIRS = TEXTS["docs/prefill-decode.md"].partition("\n## Is it so?\n")[2].partition("\n## ")[0]
+
+
+def test_the_queries_of_pairs_show_who_computes_and_which_loads_fail(tmp_path: Path) -> None:
+    """Of three engines one loads, one computes, and one is a prefill engine, whose misses are right."""
+    asked = {
+        ("right", "hit"): 30,
+        ("right", "miss"): 0,
+        ("wrong", "hit"): 0,
+        ("wrong", "miss"): 9,
+        ("first", "miss"): 9,
+    }
+    roles = {"right": "kv_consumer", "wrong": "kv_consumer", "first": "kv_producer"}
+    of = {name: f'job="kvobs",engine="0",connector="nixl",instance="{name}"' for name in roles}
+    given = {f'kvobs_lookups_total{{{of[name]},outcome="{found}"}}': f"0+{n}x20" for (name, found), n in asked.items()}
+    given |= {f'kvobs_connector_info{{{of[name]},role="{role}"}}': "1x20" for name, role in roles.items()}
+    given[f'kvobs_peer_loads_total{{{of["right"]},peer="h:1",outcome="ok"}}'] = "0+60x20"
+    share, loads = re.findall(r"^    (sum by .*)$", PAIRS, re.MULTILINE)
+    assert answers(tmp_path, given, share, label="instance") == pytest.approx({"right": 1, "wrong": 0})
+    assert answers(tmp_path, given, loads, label="peer") == pytest.approx({"h:1": 1})
+
+
+def test_the_causes_name_kinds_of_findings_and_states_that_exist() -> None:
+    section = TEXTS["docs/prefill-decode.md"].partition("\n## The five causes\n")[2].partition("\n### ")[0]
+    rows = [
+        [re.findall(r"`([^`]+)`", cell) for cell in line.split("|")] for line in section.splitlines() if "#" in line
+    ]
+    assert len(rows) == 5
+    kinds = {name for row in rows for name in row[3]}
+    assert kinds >= {"no-address", "pair", "pair-blocks", "pair-roles"}
+    assert kinds <= KINDS.keys()
+    assert {name for row in rows for name in row[4]} <= {state.name for state in STATES}
