@@ -38,25 +38,35 @@ def pair(
     nixl: Mapping[str, Any] = NIXL,
     kvobs: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
+    roles: tuple[str, str] = ("kv_both", "kv_both"),
     **more: Any,
 ) -> Iterator[Pair]:
     """Run both, with these options of kvobs, variables and arguments of `vllm serve`, each with a core for its worker.
 
     Their logs are in the folders `prefill` and `decode`.
     """
-    config = multi_connector(dict(nixl), names=["nixl"])
-    config["kv_connector_extra_config"]["kvobs"] |= kvobs or {}
-
-    def own(core: int) -> dict[str, str]:
-        side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(claim_port(0))}
-        return {**LOOPBACK_ONLY, **side_channel, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(env or {})}
-
-    one, other = cores(2)
+    one, other = (
+        (routed(nixl, role, kvobs), {**side_channel(), "VLLM_CPU_OMP_THREADS_BIND": str(core), **(env or {})})
+        for role, core in zip(roles, cores(2), strict=True)
+    )
     with (
-        serve(model, folder / "prefill", config, *args, env=own(one), **more) as prefill,
-        serve(model, folder / "decode", config, *args, env=own(other), **more) as decode,
+        serve(model, folder / "prefill", one[0], *args, env=one[1], **more) as prefill,
+        serve(model, folder / "decode", other[0], *args, env=other[1], **more) as decode,
     ):
         yield Pair(prefill, decode)
+
+
+def routed(nixl: Mapping[str, Any], role: str, kvobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the configuration of one of them."""
+    config = multi_connector({**nixl, "kv_role": role}, names=["nixl"])
+    config["kv_load_failure_policy"] = "recompute"
+    config["kv_connector_extra_config"]["kvobs"] |= kvobs or {}
+    return config
+
+
+def side_channel() -> dict[str, str]:
+    """Return the variables of one of them for its connections to the other."""
+    return {**LOOPBACK_ONLY, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(claim_port(0))}
 
 
 def hand_over(
