@@ -12,8 +12,8 @@ from typing import Any
 import typer
 
 from kvobs.cli.output import count, fail
-from kvobs.cli.trace.loads import LoadTrace, Part
 from kvobs.clock import WALL_OFFSET
+from kvobs.export.load_traces import LoadTrace, Part
 
 FIRST_LANE = 10_000
 """Of the rows of requests and loads: below the connectors' rows."""

@@ -9,10 +9,11 @@ from contextlib import suppress
 from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
-from kvobs.cli.scrapes import PLAIN, EndedError, Scrape, all_of, parse_vllm, values_of
+from kvobs.cli.scrapes import PLAIN, EndedError, all_of, parse_vllm, values_of
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.export.engine import Engine, engines_of, servers
 from kvobs.export.engine_watch import EngineWatch
+from kvobs.export.numbers import Scrape
 from kvobs.export.totals import Totals, TotalsCollector
 from kvobs.page.description import ProcessInfo
 

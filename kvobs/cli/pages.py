@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvobs.cli.output import printable, warn
+from kvobs.cli.output import warn
+from kvobs.export.texts import printable
 from kvobs.page import files
 from kvobs.page.description import EngineInfo
 from kvobs.page.reader import Page, names_of

@@ -11,10 +11,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvobs.cli import dashboards
-from kvobs.cli.output import duration, printable, signed_amount
-from kvobs.cli.scrapes import NO_METRICS, PLAIN, PREFIX, EndedError, Numbers, Scrape, parse_vllm, values_of
-from kvobs.cli.top.rows import ConnectorRow, server_row
+from kvobs.cli.scrapes import NO_METRICS, PLAIN, EndedError, parse_vllm, values_of
 from kvobs.cli.web import NoAnswerError, get, query_prometheus
+from kvobs.export.connector_rows import ConnectorRow, server_row
+from kvobs.export.numbers import PREFIX, Numbers, Scrape
+from kvobs.export.texts import duration, printable, signed_amount
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
 from kvobs.schema.signals import no_estimate

@@ -13,11 +13,12 @@ from rich.text import Text
 
 from kvobs.cli import chrome
 from kvobs.cli.chrome import zero_of
-from kvobs.cli.output import clock, count, duration, examples, fail, printable
+from kvobs.cli.output import clock, count, examples, fail
 from kvobs.cli.pages import NO_PAGE, engine_name, pages
-from kvobs.cli.trace.loads import load_traces
 from kvobs.cli.trace.reading import spans_in
 from kvobs.clock import WALL_OFFSET, wall_ns
+from kvobs.export.load_traces import load_traces
+from kvobs.export.texts import duration, printable
 from kvobs.page import files
 from kvobs.page.description import process_name
 from kvobs.page.layout import LOOKED

@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from kvobs.export.texts import time_of, took
+
 BAR = 16
 """Characters that stand for the whole, where a window has room for them."""
 BAR_AT_LEAST = 4
@@ -18,7 +20,6 @@ WORDS = 20
 """Characters that a line's words need next to the times."""
 TITLE_AT_LEAST = 4
 """Characters of a title that is in one line with its times."""
-LONG_NS = 10 * 10**9
 GUIDE = 4
 """Characters by which rich indents each level of a tree."""
 
@@ -96,16 +97,6 @@ class Line:
         yield line
         if words and room < WORDS:
             yield Padding(Text(words, style), (0, 0, 0, 2))
-
-
-def time_of(ns: int) -> str:
-    """Return a time in milliseconds, with enough digits to distinguish short calls; from 10 s on in seconds."""
-    return f"{ns / 1e9:,.2f} s" if ns >= LONG_NS else f"{ns / 1e6:,.2f}"
-
-
-def took(ns: int) -> str:
-    """Return the same with its unit."""
-    return time_of(ns) if ns >= LONG_NS else f"{time_of(ns)} ms"
 
 
 def bar(begin: int, end: int, whole: int, width: int = BAR) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import urlencode, urlsplit
 
 import typer
 
-from kvobs.cli.output import printable
+from kvobs.export.texts import printable
 
 CaCert = Annotated[str | None, typer.Option(metavar="FILE", help="CA certificate that verifies the server, for https.")]
 Cert = Annotated[str | None, typer.Option(metavar="FILE", help="Client certificate, for https.")]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from kvobs.cli.scrapes import Values
+from kvobs.export.numbers import Values
 from kvobs.schema import signals
 
 

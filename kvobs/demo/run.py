@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvobs.cli.scrapes import Scrape, fetch
+from kvobs.cli.scrapes import fetch
 from kvobs.cli.summary.rows import ServerSums, server_sums
 from kvobs.cli.summary.screen import Picture
 from kvobs.cli.web import NoAnswerError
@@ -28,6 +28,7 @@ from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.model import make_model
 from kvobs.demo.server import CORES, HOST, Server, ServerError, claim_port, cores
 from kvobs.demo.tree import tree
+from kvobs.export.numbers import Scrape
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
 from kvobs.schema.spans import LOAD

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from kvobs.cli.scrapes import PROMPT_TOKENS, Numbers
 from kvobs.demo.server import parse_metrics
+from kvobs.export.numbers import PROMPT_TOKENS, Numbers
 from kvobs.schema import signals
 from tests.engine.serving import eventually
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvobs.cli.scrapes import PROMPT_TOKENS
 from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.demo.server import Server
+from kvobs.export.numbers import PROMPT_TOKENS
 from tests.engine.serving import SPAWNING, TOKENS, prompt, serve, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

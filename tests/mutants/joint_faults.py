@@ -488,7 +488,7 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "an idle engine is busy while another one of its group is",
-        "kvobs/cli/top/rows.py",
+        "kvobs/export/connector_rows.py",
         "vllm.sum(RUNNING, engine=engine) + vllm.sum(WAITING, engine=engine)",
         "vllm.sum(RUNNING) + vllm.sum(WAITING)",
         PRODUCT,

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from kvobs.cli.scrapes import Numbers
 from kvobs.cli.summary.rows import PromptTokens, ServerSums, connector_sums
+from kvobs.export.numbers import Numbers
 
 _CPU = replace(
     connector_sums("cpu", Numbers()), lookups=96, hits=8, hit_share=8 / 96, offered_tokens=7168, loaded_tokens=7168,

@@ -14,9 +14,10 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from kvobs.cli.scrapes import Scrape, parse, parse_vllm
+from kvobs.cli.scrapes import parse, parse_vllm
 from kvobs.export.engine import Engine
 from kvobs.export.http_server import Server
+from kvobs.export.numbers import Scrape
 from kvobs.export.totals import Exposition, Totals
 from kvobs.page import writer
 from kvobs.page.description import ConnectorInfo, EngineInfo, Identity

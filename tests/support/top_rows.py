@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 
-from kvobs.cli.top.rows import ConnectorRow, Server
+from kvobs.export.connector_rows import ConnectorRow, Server
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import __version__, signals
 from kvobs.schema.verdicts import STATES

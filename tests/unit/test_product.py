@@ -19,11 +19,12 @@ from prometheus_client.samples import Sample
 from typer.testing import CliRunner
 
 from kvobs.cli import commands
-from kvobs.cli.scrapes import PLAIN, Scrape, parse, parse_vllm
-from kvobs.cli.top.rows import server_row
+from kvobs.cli.scrapes import PLAIN, parse, parse_vllm
 from kvobs.cli.web import NoAnswerError, get
 from kvobs.demo.collector import Collector
 from kvobs.demo.server import claim_port
+from kvobs.export.connector_rows import server_row
+from kvobs.export.numbers import Scrape
 from kvobs.page import files
 from kvobs.page.description import Identity
 from kvobs.probe.native import choice

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from kvobs.cli.output import duration, examples, fail, printable, warn
+from kvobs.cli.output import examples, fail, warn
 from kvobs.cli.summary.comparison import differences, pairs
 from kvobs.cli.summary.rows import ServerSums
 from kvobs.cli.summary.runs import run, wait
@@ -33,6 +33,7 @@ from kvobs.cli.summary.sources import (
 )
 from kvobs.cli.times import seconds_of, time_of
 from kvobs.cli.web import CaCert, Cert, Key, NoAnswerError, url_of, urls_of, use_certificates
+from kvobs.export.texts import duration, printable
 from kvobs.page import files
 
 PROMETHEUS_PORT = 9090

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from rich.filesize import decimal
 
-from kvobs.cli.output import NONE, duration, percent
-from kvobs.cli.scrapes import PROMPT_TOKENS, Numbers, Scrape, Series, Values, change, end_of, has_restarted
+from kvobs.cli.scrapes import end_of
+from kvobs.export.numbers import PROMPT_TOKENS, Numbers, Scrape, Series, Values, change, has_restarted
+from kvobs.export.texts import NONE, duration, percent
 from kvobs.schema import signals
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 

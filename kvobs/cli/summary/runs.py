@@ -11,7 +11,8 @@ from typing import Any
 
 import typer
 
-from kvobs.cli.output import fail, printable
+from kvobs.cli.output import fail
+from kvobs.export.texts import printable
 
 LOOK_S = 0.5
 """Between two looks for engines that a command has started."""

@@ -9,9 +9,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from kvobs.cli.output import NONE, duration, percent
 from kvobs.cli.summary.comparison import Difference, differences, pairs, shares
 from kvobs.cli.summary.rows import PromptTokens, ServerSums, shown, written
+from kvobs.export.texts import NONE, duration, percent
 from kvobs.schema.signals import no_estimate
 
 GAP = 2

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import msgspec
 
 from kvobs.cli.here import HostServer
-from kvobs.cli.output import printable
-from kvobs.cli.scrapes import PROMPT_TOKENS, Scrape, Series, all_of, fetch, parse_vllm
+from kvobs.cli.scrapes import all_of, fetch, parse_vllm
 from kvobs.cli.summary.rows import NAMES, ServerSums, server_sums, since_start
 from kvobs.cli.web import NoAnswerError, query_prometheus
 from kvobs.export.engine import servers
+from kvobs.export.numbers import PROMPT_TOKENS, Scrape, Series
+from kvobs.export.texts import printable
 from kvobs.schema import __version__, signals
 
 SETTLE_S = 0.5

@@ -22,10 +22,11 @@ from rich.text import Text
 
 from kvobs.cli.here import running
 from kvobs.cli.output import examples, fail
-from kvobs.cli.scrapes import Scrape, fetch
-from kvobs.cli.top.rows import Server, server_row
+from kvobs.cli.scrapes import fetch
 from kvobs.cli.top.screen import SORTS, Picture, legend
 from kvobs.cli.web import CaCert, Cert, Key, NoAnswerError, urls_of, use_certificates
+from kvobs.export.connector_rows import Server, server_row
+from kvobs.export.numbers import Scrape
 from kvobs.page import files
 
 STDIN = 0

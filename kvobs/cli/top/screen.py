@@ -11,8 +11,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from kvobs.cli.output import NONE, amount, duration, integer, percent, signed_amount
-from kvobs.cli.top.rows import ConnectorRow, Server
+from kvobs.export.connector_rows import ConnectorRow, Server
+from kvobs.export.texts import NONE, amount, duration, integer, percent, signed_amount
 from kvobs.schema.signals import no_estimate
 from kvobs.schema.verdicts import HANGS, IDLE, WELL
 

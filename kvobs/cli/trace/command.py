@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.text import Text
 
 from kvobs.cli import chrome
-from kvobs.cli.output import clock, count, examples, fail, printable
+from kvobs.cli.output import clock, count, examples, fail
 from kvobs.cli.pages import NO_PAGE, engine_name, pages
 from kvobs.cli.times import seconds_of
-from kvobs.cli.trace.loads import LoadTrace, load_traces, rows
 from kvobs.cli.trace.reading import spans_in
-from kvobs.cli.waterfall import took, tree
+from kvobs.cli.waterfall import Row, tree
+from kvobs.export.load_traces import LoadTrace, load_traces
+from kvobs.export.texts import printable, took
 from kvobs.page import files
 from kvobs.page.description import process_name
 
@@ -108,6 +109,13 @@ def heading(load: LoadTrace, engine: str, now_s: float) -> Text:
         at = f"{dt.datetime.fromtimestamp(load.start_ns / 1e9).astimezone():%Y-%m-%d} {at}"
     text = f"{took(load.duration_ns)}  load of {load.connector}, {printable(load.outcome)}"
     return Text.assemble((text, style), (f"  {at}\nrequest {load.request}\nengine {engine}", "dim"))
+
+
+def rows(trace: LoadTrace) -> list[Row]:
+    """Return the lines of a waterfall."""
+    return [
+        Row(part.title, 1 + part.depth, part.start_ns, part.end_ns, part.words, part.is_bad) for part in trace.parts
+    ]
 
 
 def _print(loads: Sequence[LoadTrace], names: Mapping[str, str], at_most: int, *, newest: bool, missed: int) -> None:

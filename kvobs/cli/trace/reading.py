@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvobs.cli.trace.loads import Found
+from kvobs.export.load_traces import Found
 from kvobs.page.layout import ORDINARY, URGENT
 from kvobs.page.reader import Page
 

@@ -12,8 +12,8 @@ import typer
 
 from kvobs.cli import chrome
 from kvobs.cli.chrome import FIRST_LANE, load_events, zero_of
-from kvobs.cli.trace.loads import Found, load_traces
 from kvobs.clock import WALL_OFFSET
+from kvobs.export.load_traces import Found, load_traces
 from kvobs.schema.spans import Record
 from tests.support.slow_loads import BEGIN_NS, FAILED, SLOW, span
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from kvobs.cli.scrapes import Series
 from kvobs.demo import load, model, report, run
 from kvobs.demo.host_offload import HostWorker
 from kvobs.demo.server import Completion, ServerError
+from kvobs.export.numbers import Series
 
 
 def test_the_same_model_comes_out_every_time(tmp_path: Path) -> None:

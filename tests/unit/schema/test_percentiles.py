@@ -17,7 +17,7 @@ from dashboards.rules import RECORDINGS
 from dashboards.site import Site
 from kvobs.cli.running import look
 from kvobs.cli.scrapes import fetch
-from kvobs.cli.top.rows import server_row
+from kvobs.export.connector_rows import server_row
 from kvobs.export.summary import summarize
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.percentiles import middle, percentile, quantile

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvobs.cli.scrapes import Numbers
 from kvobs.cli.summary.comparison import differences, pairs, shares
 from kvobs.cli.summary.rows import PromptTokens, ServerSums, connector_sums
+from kvobs.export.numbers import Numbers
 
 ROW = connector_sums("cpu", Numbers())
 OLD = ServerSums("a", connectors=(replace(ROW, lookups=10, hit_share=0.5, load_p99_s=0.2), replace(ROW, connector="x")))

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvobs.cli.scrapes import Numbers, Scrape, parse, parse_vllm
+from kvobs.cli.scrapes import parse, parse_vllm
 from kvobs.cli.summary.rows import (
     MEASURES,
     NAMES,
@@ -19,6 +19,7 @@ from kvobs.cli.summary.rows import (
     shown,
     since_start,
 )
+from kvobs.export.numbers import Numbers, Scrape
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import LOAD_DURATION

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from rich.console import Console
 
-from kvobs.cli.scrapes import Numbers
 from kvobs.cli.summary.rows import ConnectorSums, PromptTokens, ServerSums, connector_sums
 from kvobs.cli.summary.screen import Grid, Picture, source_line
+from kvobs.export.numbers import Numbers
 
 NONE = connector_sums("cpu", Numbers())
 CPU = replace(

@@ -23,11 +23,12 @@ from typer.testing import CliRunner
 
 from kvobs.cli import commands as cli
 from kvobs.cli.here import running
-from kvobs.cli.scrapes import Scrape, fetch
+from kvobs.cli.scrapes import fetch
 from kvobs.cli.top import live
 from kvobs.cli.top.live import HUNG_UP, Watch, keyboard, scrape_all
-from kvobs.cli.top.rows import Server
 from kvobs.cli.web import NoAnswerError, url_of
+from kvobs.export.connector_rows import Server
+from kvobs.export.numbers import Scrape
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from tests.support import watched

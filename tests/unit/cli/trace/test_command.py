@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvobs.cli import app
 from kvobs.cli.trace.command import chosen, heading
-from kvobs.cli.trace.loads import Found, load_traces
+from kvobs.export.load_traces import Found, load_traces
 from kvobs.schema.spans import Record
 from tests.support.page_files import page_folder
 from tests.support.slow_loads import BEGIN_NS, FAILED, SLOW, span

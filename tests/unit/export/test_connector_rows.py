@@ -13,9 +13,10 @@ from hypothesis import given
 from rich.console import Console
 
 import kvobs
-from kvobs.cli.scrapes import Scrape, parse
-from kvobs.cli.top.rows import ConnectorRow, Server, server_row
+from kvobs.cli.scrapes import parse
 from kvobs.cli.top.screen import Picture
+from kvobs.export.connector_rows import ConnectorRow, Server, server_row
+from kvobs.export.numbers import Scrape
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import SIGNALS, slot
@@ -153,9 +154,9 @@ STATES: list[tuple[Callable[[Recorder], None], dict[tuple[Any, ...], int], int, 
     (called, {}, 0, ("OK", "time_in_calls")),
     (lambda _: None, {(0, signals.IN_FLIGHT, "save"): 1}, 0, ("OK", "in_progress")),
     (lambda _: None, waiting("save"), 0, ("OK", "in_progress")),
-    *((lambda _: None, waiting(kind), 0, ("Hangs", kind)) for kind in ("lookup", "load", "awaiting_schedule")),
+    *((lambda _: None, waiting(kind), 0, ("Hangs", kind)) for kind in ("lookup", "load", "resume")),
     (computing, waiting("load"), 0, ("Hangs", "load")),
-    (computing, waiting("awaiting_schedule"), 0, ("OK", "in_progress")),
+    (computing, waiting("resume"), 0, ("OK", "in_progress")),
     (lambda _: None, waiting("load") | {(0, signals.QUARANTINED): 1}, 0, ("Hangs", "load")),
     (corrupt, {(0, signals.QUARANTINED): 1}, 0, ("Corrupt", "corrupt_blocks")),
     (called, {(0, signals.QUARANTINED): 1}, 0, ("Quarantined", "quarantined")),

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from kvobs.cli.output import amount, duration, integer, percent, signed_amount
+from kvobs.export.texts import amount, duration, integer, percent, signed_amount
 
 
 def examples(*numbers: float) -> Callable[[Any], Any]:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
-from kvobs.cli.output import printable
-from kvobs.cli.waterfall import Row, took
+from kvobs.export.texts import printable, took
 from kvobs.schema import spans
 from kvobs.schema.spans import CALL, LOAD, LOAD_RANK, LOAD_WRONG, LOOKUP, Record
 
@@ -212,10 +211,3 @@ def _words(has: Mapping[str, Any]) -> Iterator[str]:
         yield f"computing: {took(_ns(saved))}"
     if remote := has.get("remote.host") or has.get("remote.engine_id"):
         yield f"from {printable(str(remote))}"
-
-
-def rows(trace: LoadTrace) -> list[Row]:
-    """Return the lines of a waterfall."""
-    return [
-        Row(part.title, 1 + part.depth, part.start_ns, part.end_ns, part.words, part.is_bad) for part in trace.parts
-    ]

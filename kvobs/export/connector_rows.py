@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvobs.cli.scrapes import RUNNING, TTFT, WAITING, Numbers, Owner, Scrape, by_owner, change, has_restarted
+from kvobs.export.numbers import RUNNING, TTFT, WAITING, Numbers, Owner, Scrape, by_owner, change, has_restarted
 from kvobs.schema import signals
 from kvobs.schema.percentiles import quantile
 from kvobs.schema.verdicts import IDLE, LOADABLE_SHARE, POLL_S, SERVES_OTHERS, UNSERVED_H, judge
@@ -141,7 +141,7 @@ def _connector_row(owner: Owner, numbers: Numbers, seconds: float) -> ConnectorR
     ranks = {rank: n for rank, n in numbers.by_label(signals.SLOWEST_RANK, "rank").items() if n > 0}
     slowest = max(ranks, key=lambda rank: ranks[rank], default=None)
     gain_s = numbers.total(signals.PREFILL_SAVED) - numbers.total(signals.LOAD_WAITED)
-    calls = [(age, _call_site(labels)) for labels, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ())]
+    calls = [(age, _place(labels)) for labels, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ())]
     call_s, call = max(calls, default=(None, None))
     return ConnectorRow(
         *owner,
@@ -176,7 +176,7 @@ def _connector_row(owner: Owner, numbers: Numbers, seconds: float) -> ConnectorR
     )
 
 
-def _call_site(labels: Mapping[str, str]) -> str:
+def _place(labels: Mapping[str, str]) -> str:
     """Return which call it is, and where."""
     rank = labels.get("rank", "?")
     return f"{labels.get('hook')} on {f'rank {rank}' if rank.isdecimal() else rank}"

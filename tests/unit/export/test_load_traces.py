@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvobs.cli.trace.loads import Found, LoadTrace, load_traces, rows
+from kvobs.cli.trace.command import rows
+from kvobs.export.load_traces import Found, LoadTrace, load_traces
 from kvobs.schema.spans import Reason, Record
 from tests.support.slow_loads import BEGIN_NS, FAILED, HEAD, MS, OF_LOAD, REQUEST, SLOW, span
 
