@@ -7,7 +7,7 @@ from typing import Any
 
 from kvobs.schema import verdicts
 
-RUNBOOK = "https://github.com/kvobs/kvobs/blob/main/dashboards/runbook.md"
+RUNBOOK = verdicts.RUNBOOK
 
 
 def threshold(value: float, meaning: str) -> Any:

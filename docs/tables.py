@@ -17,7 +17,7 @@ from docs.house import PACKAGE, TIERS
 from docs.kinds import kinds_table, table_of
 from docs.pages import ROOT, table
 from kvobs.cli.summary.rows import MEASURES
-from kvobs.cli.top.screen import MEANINGS
+from kvobs.export.connector_columns import MEANINGS
 from kvobs.schema.options import Options
 from kvobs.schema.signals import CALL_DURATION, SIGNALS
 from kvobs.schema.spans import ATTRIBUTES, SPANS

@@ -87,6 +87,10 @@ promtool:
 		|| { $(APT) update && $(APT) install --yes --no-install-recommends prometheus victoria-metrics jq; } \
 		|| { echo "The tests need promtool, of Prometheus, victoria-metrics and jq: install them, on the PATH"; false; }
 
+chromium:
+	@command -v chromium >/dev/null || { $(APT) update && $(APT) install --yes --no-install-recommends chromium; } \
+		|| { echo "The tests open the status page in Chromium: install it, on the PATH"; false; }
+
 # Debian's next release has a newer one, which is unpacked here: the system keeps its own, and its lists of packages.
 PROMETHEUS3 := .hosts/prometheus3
 OF_SID := -o Dir::Etc::sourcelist=$(CURDIR)/$(PROMETHEUS3)/sid.list -o Dir::Etc::sourceparts=- -o APT::Sandbox::User=root \

@@ -119,7 +119,7 @@ SUITES = (
           (pytest("(engine or contract) and not (demo or slow or connectors)", "tests", SIDE_BY_SIDE),),
           ("hosts", "promtool")),
     Suite("slow", "boards on a real Prometheus, alerts of fleets, prefill and decode, faults of connectors, kills",
-          (pytest("slow", "tests", SIDE_BY_SIDE, "--no-loadscope-reorder"),), ("promtool",)),
+          (pytest("slow", "tests", SIDE_BY_SIDE, "--no-loadscope-reorder"),), ("promtool", "chromium")),
     Suite("versions", "a real engine of the oldest and of the newest vLLM",
           (".venv/bin/python -m tests.versions",)),
     Suite("connectors", "engines with real stores, which are killed: LMCache, Mooncake, Redhare, SpoolCache",

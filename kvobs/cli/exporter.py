@@ -13,6 +13,7 @@ from kvobs.export.process import await_server, serve
 from kvobs.log import log
 from kvobs.page.files import folder
 from kvobs.schema.options import ExporterOptions
+from kvobs.schema.verdicts import RUNBOOK
 
 EXAMPLES = examples(
     "kvobs exporter                        the engines of the server that runs here",
@@ -22,11 +23,16 @@ EXAMPLES = examples(
 
 def exporter(
     host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Serve /metrics and /healthz at this port.")] = 9464,
+    port: Annotated[int, typer.Option(help="Serve /metrics, /healthz and the status page at this port.")] = 9464,
     web_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TLS settings, in the format of Prometheus exporters.")
     ] = None,
+    *,
     otlp_metrics: Annotated[bool, typer.Option("--otlp-metrics", help="Also send the metrics by OTLP.")] = False,
+    request_ids: Annotated[
+        bool, typer.Option("--request-ids", help="Show request ids on the status page also to other machines.")
+    ] = False,
+    runbook: Annotated[str, typer.Option(metavar="URL", help="Address of your copy of the runbook.")] = RUNBOOK,
 ) -> None:
     """Serve kvobs's metrics, and export its spans, from the shared memory of the engines on this host.
 
@@ -34,7 +40,12 @@ def exporter(
     """
     try:
         options = ExporterOptions(
-            host=host, port=port, web_config=str(web_config) if web_config else None, otlp_metrics=otlp_metrics
+            host=host,
+            port=port,
+            web_config=str(web_config) if web_config else None,
+            otlp_metrics=otlp_metrics,
+            request_ids=request_ids,
+            runbook=runbook,
         )
     except ValidationError as error:
         first = error.errors()[0]

@@ -19,7 +19,7 @@ from kvobs.export.texts import duration, printable, signed_amount
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
 from kvobs.schema.signals import no_estimate
-from kvobs.schema.verdicts import CORRUPT, FAILING, HANGS, QUARANTINED, SLOW, UNSERVED
+from kvobs.schema.verdicts import ALERTS, CORRUPT, FAILING, HANGS, QUARANTINED, SLOW, UNSERVED
 
 OPENMETRICS = "application/openmetrics-text"
 _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILINE)
@@ -28,17 +28,14 @@ _HISTOGRAM = signals.LOAD_DURATION.name + "_bucket"
 _DOUBLED = f"count by (instance, engine, model_name) ({signals.BUILD_INFO.name}) > 1"
 _BUCKETLESS = f"group by (job) ({signals.LOOKUPS.name}) unless group by (job) ({signals.CALL_DURATION.name}_bucket)"
 _STATES = {
-    CORRUPT.name: ("loaded {:,.0f} blocks with wrong bytes since the engine's start", "KvobsCorruptLoads"),
-    QUARANTINED.name: ("is in quarantine: new requests do without it", "KvobsConnectorQuarantined"),
-    FAILING.name: ("fails: {:.0%} of its loads and exceptions since the engine's start", "KvobsConnectorFailing"),
-    SLOW.name: ("is slow: since the engine's start the p99 of its loads is {:.3g} s", "KvobsLoadsSlow"),
-    UNSERVED.name: (
-        "never serves: nothing was loaded from it since the engine's start, and prompts repeat that vLLM's own cache "
-        "no longer has",
-        "KvobsNeverServes",
-    ),
+    CORRUPT.name: "loaded {:,.0f} blocks with wrong bytes since the engine's start",
+    QUARANTINED.name: "is in quarantine: new requests do without it",
+    FAILING.name: "fails: {:.0%} of its loads and exceptions since the engine's start",
+    SLOW.name: "is slow: since the engine's start the p99 of its loads is {:.3g} s",
+    UNSERVED.name: "never serves: nothing was loaded from it since the engine's start, and prompts repeat that vLLM's "
+    "own cache no longer has",
 }
-"""By a connector's state: what is reported about it, and the alert whose part of the runbook helps."""
+"""By a connector's state: what is reported about it."""
 
 
 _FIXES = {
@@ -147,11 +144,10 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
             found = f"connector {row.connector} hangs: {row.state_by}{where} for {row.state_value:.0f} s"
             result.refuse(url, printable(found), "see KvobsCallHangs and KvobsLoadUnfinished in the runbook")
         elif row.state in _STATES:
-            says, alert = _STATES[row.state]
             note = result.warn if row.state in (SLOW.name, UNSERVED.name) else result.refuse
             mean = f", their mean {row.load_mean_s:.3g} s" if row.state == SLOW.name and row.load_mean_s else ""
-            found = f"connector {row.connector} {says.format(row.state_value)}{mean}"
-            note(url, printable(found), f"see {alert} in the runbook")
+            found = f"connector {row.connector} {_STATES[row.state].format(row.state_value)}{mean}"
+            note(url, printable(found), f"see {ALERTS[row.state_by]} in the runbook")
     if lost := numbers.total(signals.INTERNAL_ERRORS):
         found = (
             f"{signals.INTERNAL_ERRORS.name} is {lost:,.0f}: measurements of kvobs were lost, serving is not affected"

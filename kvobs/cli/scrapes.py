@@ -97,7 +97,7 @@ def parse_vllm(text: str) -> dict[Series, float]:
 
 
 def _parse(text: str, is_read: Callable[[str], bool]) -> dict[Series, float]:
-    lines = (line for line in text.splitlines() if is_read(line.partition("{")[0].partition(" ")[0]))
+    lines = (line for line in text.split("\n") if is_read(line.partition("{")[0].partition(" ")[0]))
     return {
         (sample.name, frozenset((label, printable(value)) for label, value in sample.labels.items())): sample.value
         for family in text_string_to_metric_families("".join(f"{line}\n" for line in lines))

@@ -1,4 +1,4 @@
-"""Serve /metrics and /healthz, and nothing else, by HTTP or HTTPS: a thread with asyncio and h11."""
+"""Serve /metrics, /healthz and the status page, and nothing else, by HTTP or HTTPS: a thread with asyncio and h11."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 import h11
 
@@ -32,30 +32,61 @@ ANSWER_S = 5.0
 """How long it may take to read the answer."""
 READ = 1 << 14  # bytes
 _PLAIN = "text/plain; charset=utf-8"
+_OF_STATUS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+"""Of the status page: if a text of it were not escaped, the browser would still run no script and load nothing."""
+STILL = "still"
+"""The query with which the status page does not reload itself."""
+_FORWARDED = {"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"}
+"""Headers of a proxy, whose clients are on other machines."""
 
 OPEN_TO_ALL = "every client that reaches it can read them, because it uses neither TLS nor authentication"
 LESS_OPEN = "set kvobs.exporter.web_config, or let only Prometheus reach the port"
 
 Text = Callable[[str], tuple[str, bytes]]
 Health = Callable[[], tuple[bool, dict[str, Any]]]
+
+
+class Status(Protocol):
+    """Makes the status page; ``is_local``: only for people on this machine."""
+
+    def __call__(self, *, is_local: bool, reloads: bool) -> bytes: ...
+
+
 Tls = Callable[[], ssl.SSLContext]
 Answer = tuple[HTTPStatus, dict[str, str], bytes]
 
 
 class Server:
-    """Serves the two pages until it is closed: the metrics in the form that a client accepts, and the health.
+    """Serves its pages until it is closed: the metrics in the form that a client accepts, the health and the status.
 
     Args:
         host, port: where to listen.
         metrics, health: return the pages.
         tls: returns the TLS settings, for each connection; OSError if they can't be used.
+        status: returns the status page; None: there is none.
 
     Raises:
         OSError: the port is not available, or the TLS settings can't be used.
     """
 
-    def __init__(self, host: str, port: int, metrics: Text, health: Health, tls: Tls | None = None) -> None:
-        self._host, self._metrics, self._health, self._tls = host, metrics, health, tls
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        metrics: Text,
+        health: Health,
+        tls: Tls | None = None,
+        *,
+        status: Status | None = None,
+    ) -> None:
+        self._host, self._metrics, self._health, self._tls, self._status = host, metrics, health, tls, status
         if tls is not None:
             tls()
             SSLProtocol.max_size = READ  # instead of 256 KiB a connection, kept until gc finds it
@@ -164,7 +195,7 @@ class Server:
 
     def _answer(self, request: h11.Request, address: str) -> Answer:
         headers = {name.decode(): value.decode("latin-1") for name, value in request.headers}
-        path = request.target.decode().partition("?")[0]
+        path, _, query = request.target.decode().partition("?")
         if request.method not in (b"GET", b"HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, {"Content-Type": _PLAIN, "Allow": "GET, HEAD"}, b"GET only\n"
         if _is_loopback(address) and not self._is_ours(headers.get("host", "")):
@@ -172,6 +203,10 @@ class Server:
             says = b"this name may be another site's: use localhost or an IP address\n"
             return HTTPStatus.FORBIDDEN, {"Content-Type": _PLAIN}, says
         try:
+            if path == "/" and self._status is not None:
+                is_local = _is_loopback(address) and not _FORWARDED & headers.keys()
+                page = self._status(is_local=is_local, reloads=query != STILL)
+                return _packed(_OF_STATUS, page, headers.get("accept-encoding", ""))
             return self._page(path, headers.get("accept", ""), headers.get("accept-encoding", ""))
         except Exception:
             faults.contain("read")
@@ -180,14 +215,13 @@ class Server:
     def _page(self, path: str, accept: str, encodings: str) -> Answer:
         if path in ("/metrics", "/metrics/"):
             content_type, body = self._metrics(accept)
-            if "gzip" not in encodings:
-                return HTTPStatus.OK, {"Content-Type": content_type}, body
-            return HTTPStatus.OK, {"Content-Type": content_type, "Content-Encoding": "gzip"}, gzip.compress(body, 1)
+            return _packed({"Content-Type": content_type}, body, encodings)
         if path == "/healthz":
             is_well, state = self._health()
             status = HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE
             return status, {"Content-Type": "application/json"}, json.dumps(state).encode() + b"\n"
-        return HTTPStatus.NOT_FOUND, {"Content-Type": _PLAIN}, b"here are /metrics and /healthz\n"
+        here = b"here are /metrics and /healthz\n" if self._status is None else b"here are /, /metrics and /healthz\n"
+        return HTTPStatus.NOT_FOUND, {"Content-Type": _PLAIN}, here
 
     def _is_ours(self, host: str) -> bool:
         """Return whether the name in a request's header ``Host`` can't be one of somebody else's domain."""
@@ -197,6 +231,13 @@ class Server:
         return (
             "." not in name or name.endswith(".localhost") or name in (self._host.lower(), socket.gethostname().lower())
         )
+
+
+def _packed(headers: dict[str, str], body: bytes, encodings: str) -> Answer:
+    """Return an answer, compressed for clients that accept it."""
+    if "gzip" not in encodings:
+        return HTTPStatus.OK, dict(headers), body
+    return HTTPStatus.OK, headers | {"Content-Encoding": "gzip"}, gzip.compress(body, 1)
 
 
 def _is_loopback(address: str) -> bool:

@@ -31,6 +31,7 @@ from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, Server, holder, is_
 from kvobs.export.otlp_metrics import MetricsPush
 from kvobs.export.span_export import make_converter
 from kvobs.export.span_reading import SpanReading
+from kvobs.export.status_page import StatusPage
 from kvobs.export.totals import Exposition, Point, Totals
 from kvobs.log import log, once
 from kvobs.page import files
@@ -91,6 +92,7 @@ class Exporter:
         self._served: dict[str, Served] = {}
         self._ended: set[str] = set()  # of these, those that have ended
         self._exposition = Exposition(self._totals, self._refresh)
+        self._status = StatusPage(self._totals, options)
         self._dropped = 0
         self._spans: SpanReading | None = None
         self._push: MetricsPush | None = None
@@ -138,6 +140,7 @@ class Exporter:
     @faults.contained("read")
     def _tick(self) -> None:
         self._find()
+        self._status.sample()
         self._note_ends()
         if self._http is None and self._options.port is not None and time.monotonic() >= self._bind_at:
             self._bind(self._options.port)
@@ -243,7 +246,7 @@ class Exporter:
         options = self._options
         tls = partial(web_config.context, options.web_config) if options.web_config is not None else None
         try:
-            self._http = Server(options.host, port, self._text, self._health, tls)
+            self._http = Server(options.host, port, self._text, self._health, tls, status=self._status.html)
         except OSError as error:
             now = time.monotonic()
             self._bind_at = now + PORT_RETRY_S

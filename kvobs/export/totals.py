@@ -20,6 +20,7 @@ from kvobs import faults
 from kvobs.export.engine import Engine
 from kvobs.export.engine_watch import EngineWatch
 from kvobs.page.description import SCHEDULER, EngineInfo
+from kvobs.page.rows import Key
 from kvobs.schema import signals
 from kvobs.schema.signals import SERIES, SIGNALS, Kind, Scope, Series, Signal, hook_label, labelnames, word
 from kvobs.schema.spans import CONNECTOR, Record, observed_in
@@ -54,6 +55,13 @@ class Point(NamedTuple):
     value: float
     buckets: Sequence[int] = ()
     marks: Mapping[int, TracedValue] = {}
+
+
+class Counted(NamedTuple):
+    """What an engine has counted until some time: by slot, and by open series."""
+
+    counts: list[int]
+    rows: Mapping[Key, int]
 
 
 class Totals:
@@ -104,25 +112,36 @@ class Totals:
         """Set a gauge of this process."""
         self._gauges[signal] = value
 
-    def series(self) -> Iterator[tuple[Signal, list[Point]]]:
-        """Yield each metric with its series, in the order of the table; without series where it was not used yet."""
+    def counted(self) -> Counted:
+        """Return what has been counted until now, in the pages and in this process."""
+        counts = self.engine.counts()
+        with self._lock:
+            for slot, n in (*self._own.items(), (_VERSION, self.engine.refused)):
+                counts[slot] += n
+        return Counted(counts, self.engine.rows())
+
+    def series(self, counted: Counted | None = None) -> Iterator[tuple[Signal, list[Point]]]:
+        """Yield each metric with its series, in the order of the table; without series where it was not used yet.
+
+        With ``counted``, what was counted until then, without calls and ends of now.
+        """
         self.engine.find()
         points: dict[Signal, list[Point]] = {signal: [] for signal in SIGNALS}
         if (info := self.engine.info) is not None:
             labels = (self._model or info.model, str(info.index))
-            self._read(points, info, labels)
+            self._read(points, info, labels, counted or self.counted())
             self._introduce(points, info, labels)
-            if self._watch is not None:
+            if self._watch is not None and counted is None:
                 self._observe(points, labels, self._watch)
         yield from points.items()
 
-    def _read(self, points: dict[Signal, list[Point]], info: EngineInfo, labels: tuple[str, ...]) -> None:
-        """Add what the pages have."""
-        counts, now_ns = self.engine.counts(), perf_counter_ns()
+    def _read(
+        self, points: dict[Signal, list[Point]], info: EngineInfo, labels: tuple[str, ...], counted: Counted
+    ) -> None:
+        """Add what was counted."""
+        counts, now_ns = counted.counts, perf_counter_ns()
         halted_ns = self._watch.halted_ns if self._watch is not None else 0
         with self._lock:
-            for slot, n in (*self._own.items(), (_VERSION, self.engine.refused)):
-                counts[slot] += n
             for index, series, at in _series_words(len(info.connectors)):
                 signal = series.signal
                 values = counts[at : at + series.width]
@@ -140,7 +159,7 @@ class Totals:
                     # An age grows while the engine hangs; not while it is stopped.
                     number = max(0, now_ns - max(number, halted_ns))
                 points[signal].append(Point(named, number * signal.unit))
-        for (signal, index, texts), n in self.engine.rows().items():
+        for (signal, index, texts), n in counted.rows.items():
             points[signal].append(Point((*labels, info.connectors[index].name, *texts), n * signal.unit))
         for signal, value in tuple(self._gauges.items()):
             points[signal].append(Point(labels, value))

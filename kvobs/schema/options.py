@@ -16,6 +16,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from kvobs.schema.verdicts import RUNBOOK
+
 
 def _absolute(path: str) -> str:
     if not path.startswith("/") or "\0" in path:
@@ -27,6 +29,12 @@ def _log_output(name: str) -> str:
     if name != "stderr" and (not name.startswith("/") or "\0" in name):
         raise PydanticCustomError("log_output", "Input should be 'stderr', or an absolute path")
     return name
+
+
+def _web_address(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise PydanticCustomError("web_address", "Input should be an address with http:// or https://")
+    return url
 
 
 Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
@@ -78,8 +86,8 @@ class ExporterOptions(_Strict):
 
     port: Annotated[int, Field(ge=1, le=65535, strict=True)] | None = Field(
         default=9464,
-        description="serves `/metrics` and `/healthz` of all engines of a server on one host at this port; `null`: "
-        "serves nothing, and needs `otlp_metrics`",
+        description="serves `/metrics`, `/healthz` and a status page of all engines of a server on one host at this "
+        "port; `null`: serves nothing, and needs `otlp_metrics`",
     )
     host: Annotated[StrictStr, Field(min_length=1)] = Field(
         default="127.0.0.1", description="listens on this address; `0.0.0.0`: on all addresses of this machine"
@@ -91,6 +99,14 @@ class ExporterOptions(_Strict):
     )
     otlp_metrics: StrictBool = Field(
         default=False, description="also sends the metrics by OTLP, as the OTEL_EXPORTER_OTLP_* variables configure it"
+    )
+    request_ids: StrictBool = Field(
+        default=False,
+        description="shows request ids on the [status page](exporter.md#status-page) also to other machines; on a "
+        "loopback address they are always shown",
+    )
+    runbook: Annotated[StrictStr, AfterValidator(_web_address)] = Field(
+        default=RUNBOOK, description="links the status page to this copy of the runbook"
     )
 
     @model_validator(mode="after")

@@ -43,6 +43,23 @@ SERVES_OTHERS = "(Nixl|MoRIIO|P2pNccl|HiSparse).*|Mooncake(Hybrid|Layerwise)?Con
 WELL = State("OK", {"time_in_calls": 1e-9, "in_progress": 1, "requests": 1}, "in use, or the engine has requests")
 IDLE = State("Idle", {"configured": 0}, "nothing to do")
 
+ALERTS = {
+    "ended": "KvobsEngineEnded",
+    "call": "KvobsCallHangs",
+    "lookup": "KvobsLookupUnanswered",
+    "load": "KvobsLoadUnfinished",
+    "awaiting_schedule": "KvobsRequestsNotResumed",
+    "corrupt_blocks": "KvobsCorruptLoads",
+    "quarantined": "KvobsConnectorQuarantined",
+    "failing_share": "KvobsConnectorFailing",
+    "scheduler_share": "KvobsConnectorBlocksScheduler",
+    "load_p99": "KvobsLoadsSlow",
+    "never_serves": "KvobsNeverServes",
+}
+"""By the measure of a bad state: the alert whose section of the runbook helps."""
+RUNBOOK = "https://github.com/kvobs/kvobs/blob/main/dashboards/runbook.md"
+"""The address of the runbook, where a site has no copy; each alert is a section."""
+
 STATES = (ENDED, HANGS, CORRUPT, QUARANTINED, FAILING, BLOCKING, SLOW, UNSERVED, WELL, IDLE)
 
 

@@ -60,6 +60,11 @@ def test_values_without_a_number_are_left_out_and_labels_can_not_steer_a_termina
     assert parse(text) == {(LOOKUPS.name, frozenset({("connector", r"\x1b[2Jred\n")})): 1}
 
 
+def test_a_label_with_a_separator_of_lines_does_not_end_its_line() -> None:
+    text = "".join(f'kvobs_loads_total{{connector="a{c}b"}} 1.0\n' for c in "\x0b\x0c\x1c\x1e\x85\u2028")
+    assert len(parse(text)) == 6
+
+
 def test_vllms_own_metrics_are_none_where_they_are_malformed() -> None:
     """They are no reason to show nothing of kvobs."""
     assert parse_vllm('vllm:num_requests_running{engine="0"} 3.0\nvllm:other x\n') == {

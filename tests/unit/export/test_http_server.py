@@ -1,4 +1,4 @@
-"""Two pages and nothing else, whatever clients do."""
+"""Three pages and nothing else, whatever clients do."""
 
 import errno
 import gzip
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from kvobs import faults
 from kvobs.demo.server import claim_port
 from kvobs.export import http_server
 from kvobs.export.http_server import PLACES, Server, holder, is_reached_from_elsewhere, listen
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.timeout(60)
 class Pages:
     """A running server, and what it is asked."""
 
-    def __init__(self, tls: str | None = None) -> None:
+    def __init__(self, tls: str | None = None, status: http_server.Status | None = None) -> None:
         self.is_well, self.accepted = True, ""
         self.server = Server(
             "127.0.0.1",
@@ -38,6 +39,7 @@ class Pages:
             self.metrics,
             lambda: (self.is_well, {"engine": "alive"}),
             partial(context, tls) if tls else None,
+            status=status,
         )
         self.port, self.scheme = self.server.port, "http" if tls is None else "https"
 
@@ -79,6 +81,72 @@ def test_metrics_are_served_in_the_form_that_the_client_accepts(pages: Pages) ->
     _, headers, packed = pages.ask(Accept_Encoding="gzip")
     assert headers["Content-Encoding"] == "gzip"
     assert gzip.decompress(packed) == body
+
+
+class Statuses:
+    """What the status page was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[bool, bool]] = []
+        self.error: Exception | None = None
+
+    def __call__(self, *, is_local: bool, reloads: bool) -> bytes:
+        self.asked.append((is_local, reloads))
+        if self.error is not None:
+            raise self.error
+        return b"<h1>status</h1>"
+
+
+@pytest.fixture
+def status() -> Iterator[tuple[Pages, Statuses]]:
+    statuses = Statuses()
+    pages = Pages(status=statuses)
+    with closing(pages.server):
+        yield pages, statuses
+
+
+def test_the_status_page_runs_no_script_and_loads_nothing(status: tuple[Pages, Statuses]) -> None:
+    pages, statuses = status
+    code, headers, body = pages.ask("/")
+    assert (code, headers["Content-Type"], body) == (200, "text/html; charset=utf-8", b"<h1>status</h1>")
+    assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+    assert "script" not in headers["Content-Security-Policy"]
+    assert headers["Cache-Control"] == "no-store"
+    assert pages.ask("/?still")[0] == 200
+    assert gzip.decompress(pages.ask("/", Accept_Encoding="gzip")[2]) == body
+    assert statuses.asked == [(True, True), (True, False), (True, True)]
+    whole, head = pages.say(b"GET / HTTP/1.0\r\n\r\n"), pages.say(b"HEAD / HTTP/1.0\r\n\r\n")
+    assert whole == head + body
+    assert pages.ask("/", "POST")[0] == 405
+    assert pages.ask("/index.html")[::2] == (404, b"here are /, /metrics and /healthz\n")
+
+
+@pytest.mark.parametrize("header", ["Forwarded", "Via", "X-Forwarded-For", "X-Real-IP", "X-Forwarded-Host"])
+def test_a_client_behind_a_proxy_on_this_machine_is_elsewhere(header: str, status: tuple[Pages, Statuses]) -> None:
+    pages, statuses = status
+    assert pages.ask("/", "GET", None, **{header.replace("-", "_"): "10.1.2.3"})[0] == 200
+    assert statuses.asked == [(False, True)]
+
+
+def test_a_client_at_another_address_is_elsewhere(
+    status: tuple[Pages, Statuses], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, statuses = status
+    monkeypatch.setattr(http_server, "_is_loopback", lambda address: False)
+    assert pages.ask("/")[0] == 200
+    assert statuses.asked == [(False, True)]
+
+
+def test_a_status_page_that_fails_is_counted_and_the_metrics_stay(
+    status: tuple[Pages, Statuses], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, statuses = status
+    monkeypatch.setattr(faults, "is_under_pytest", lambda: False)
+    faults.take()
+    statuses.error = ValueError("broken")
+    assert [pages.ask("/")[::2] for _ in range(2)] == [(500, b"see the engine's log\n")] * 2
+    assert faults.take() == {"read": 2}
+    assert pages.ask()[0] == 200
 
 
 def test_health_is_a_status_too(pages: Pages) -> None:

@@ -11,7 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.segment import Segment
 
-from kvobs.cli.top.screen import MEANINGS, SORTS, Picture, columns, sort_rows
+from kvobs.cli.top.screen import SORTS, Picture, sort_rows
+from kvobs.export.connector_columns import MEANINGS, columns
 from kvobs.export.connector_rows import ConnectorRow, Server
 from kvobs.schema import __version__
 from tests.support.top_rows import CPU, SERVER, SERVERS
