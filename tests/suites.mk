@@ -1,7 +1,7 @@
 # What the suites of tests/suites.py need, and those whose recipes are longer than a line. `make help` has the targets
 # to call; these are called by `make test-all`, or by name in this tree: `make .hosts/otelcol`.
 
-.PHONY: probe wheels site boards hosts packages rdma redis promtool docker
+.PHONY: probe wheels site boards hosts packages rdma redis promtool chromium docker
 
 # One at a time: the rules run side by side.
 APT := flock Makefile apt-get -q

@@ -180,6 +180,7 @@ class Demo:
                 step.succeed(f"vLLM with kvobs is up on {server.url}")
                 if self.exporter:
                     step.note(f"kvobs's metrics are at {metrics_url(server)}")
+                    step.note(f"its status page is at {status_url(server)}")
             sums = self.measure(server)
             self.show_slowest_load(collector)
             self.look_further(server, work)
@@ -233,10 +234,12 @@ class Demo:
         if self.keep:
             lines = [f"{sys.argv[0]} top {url.removesuffix('/metrics')}", f"curl -s {url} | grep kvobs_",
                      f"less {work / LOG}"]  # fmt: skip
+            lines += [f"{status_url(server)}     # the status page, in a browser"] * self.exporter
         else:
             option, port = (" --exporter", EXPORTER_PORT) if self.exporter else ("", 8000)
             lines = [f"{sys.argv[0]} demo --keep --port 8000{option}     # keeps the server running until Ctrl-C",
                      f"curl -s http://{HOST}:{port}/metrics | grep kvobs_"]  # fmt: skip
+            lines += [f"http://{HOST}:{port}/     # its status page, in a browser"] * self.exporter
         self.console.print("\n[bold]Next steps[/]")
         self.copyable(*lines, STACK)
         title = "\n[bold]With your vLLM[/]: list your own connectors, each configured as if it were the only one"
@@ -361,6 +364,11 @@ def metrics_url(server: Server) -> str:
     extra = (server.kv_transfer_config or {}).get("kv_connector_extra_config", {})
     exporter = extra.get("kvobs", {}).get("exporter")
     return f"{server.url}/metrics" if exporter is None else f"http://{HOST}:{exporter['port']}/metrics"
+
+
+def status_url(server: Server) -> str:
+    """Return where the status page of a server's exporter is."""
+    return metrics_url(server).removesuffix("metrics")
 
 
 def see_exporter_end(url: str) -> None:

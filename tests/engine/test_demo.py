@@ -142,6 +142,11 @@ def test_with_the_exporter_its_numbers_are_those_that_vllm_counts() -> None:
         assert url
         assert server
         assert f"kvobs's metrics are at {url[1]}" in output
+        page = url[1].removesuffix("metrics")
+        assert f"its status page is at {page}" in output
+        with urllib.request.urlopen(page, timeout=20) as answer:
+            status = answer.read().decode()
+        assert [name in status for name in ("<bdi>cpu</bdi>", "<bdi>disk</bdi>")] == [True, True]
         ours, theirs = Numbers.of(scrape(url[1])), Numbers.of(scrape(f"{server[1]}/metrics"))
         top = [str(KVOBS), "top", url[1].removesuffix("/metrics"), "--once", "--json", "--interval", "0.2"]
         shown_by_top = json.loads(subprocess.run(top, capture_output=True, check=True, timeout=60).stdout)["servers"][0]

@@ -140,6 +140,7 @@ def invoked(*arguments: str) -> Any:
         (["--port", "65536"], "--port: found 65536: Input should be less than or equal to 65535"),
         (["--port", "many"], "'--port': Input should be a valid integer"),
         (["--web-config", "tls.yaml"], "--web-config: found 'tls.yaml': Input should be an absolute path"),
+        (["--runbook", "wiki"], "--runbook: found 'wiki': Input should be an address with http:// or https://"),
         (["--host", ""], "--host: found '': String should have at least 1 character"),
     ],
 )

@@ -79,6 +79,7 @@ def test_exporters_listen_beside_servers(port: int, claimed: int, used: int, mon
     assert (options["names"], options["best_effort"]) == (list(run.NAMES), ["cpu"])
     assert config["kv_load_failure_policy"] == "recompute"
     assert f"kvobs's metrics are at http://127.0.0.1:{used}/metrics" in out.getvalue()
+    assert f"its status page is at http://127.0.0.1:{used}/\n" in out.getvalue()
     assert ended == [f"http://127.0.0.1:{used}/metrics"]
 
 
@@ -110,6 +111,13 @@ def test_the_last_command_turns_nothing_off(tmp_path: Path) -> None:
     assert command.config is not None
     connectors = command.config["kv_connector_extra_config"]["connectors"]
     assert [connector["kv_connector"] for connector in connectors] == ["OffloadingConnector"]
+
+
+@pytest.mark.parametrize(("exporter", "shown"), [(True, ["http://127.0.0.1:9464/"]), (False, [])])
+def test_the_status_page_is_a_next_step_where_there_is_one(exporter: bool, shown: list[str], tmp_path: Path) -> None:
+    out = StringIO()
+    run.Demo(Console(file=out), exporter=exporter).look_further(FakeServer(), tmp_path)  # type: ignore[arg-type]
+    assert [line.split()[0] for line in out.getvalue().splitlines() if "status page" in line] == shown
 
 
 @pytest.mark.parametrize("repeat", [False, True])

@@ -621,6 +621,15 @@ REFUSED = {
 }
 
 
+def test_it_serves_a_status_page_with_what_the_engine_did() -> None:
+    page = Page()
+    with writing() as engine, exporter(engine.server, port=page.port):
+        html = eventually(lambda: page.get("/"))
+        assert "<bdi>one</bdi>" in html
+        assert "<bdi>two</bdi>" in html
+        assert eventually(lambda: "slow_load_ms" not in page.get("/")), "every third load is slow"
+
+
 @pytest.mark.parametrize("number", REFUSED)
 def test_a_port_that_cannot_be_had_is_tried_again(
     number: int, make: Any, clock: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
@@ -645,7 +654,9 @@ def test_a_port_that_cannot_be_had_is_tried_again(
     clock.now = mine._bind_at
     for _ in range(2):
         mine._tick()
-    assert server.mock_calls == [call("0.0.0.0", 7, mine._text, mine._health, None)] * (tries + 1)
+    assert server.mock_calls == [call("0.0.0.0", 7, mine._text, mine._health, None, status=mine._status.html)] * (
+        tries + 1
+    )
     assert "kvobs's metrics at port 7: every client" in caplog.messages[-1]
 
 

@@ -362,9 +362,12 @@ def test_what_is_started_has_the_options_and_no_files_of_the_engine_to_close_fir
 ) -> None:
     run = Mock()
     monkeypatch.setattr(subprocess, "run", run)
-    starter.start("server", ExporterOptions(host="::1", port=1, web_config="/w", otlp_metrics=True))
+    starter.start("server", ExporterOptions(host="::1", port=1, web_config="/w", otlp_metrics=True, runbook="http://w"))
     (command,) = run.call_args.args
-    options = '{"server": "server", "port": 1, "host": "::1", "web_config": "/w", "otlp_metrics": true}'
+    options = (
+        '{"server": "server", "port": 1, "host": "::1", "web_config": "/w", "otlp_metrics": true, '
+        '"request_ids": false, "runbook": "http://w"}'
+    )
     assert command == [sys.executable, "-P", "-m", "kvobs.export", options]
     assert {name: run.call_args.kwargs[name] for name in ("close_fds", "start_new_session", "check")} == {
         "close_fds": False,

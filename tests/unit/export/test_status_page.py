@@ -193,7 +193,7 @@ def test_an_engine_without_connectors_or_history_has_a_page() -> None:
     assert "No connector has been used yet" in read(empty()).text
     text = words(read(idle()).text)
     assert text.count("- Idle") == len(NAMES)
-    assert text.count("no load in 10 minutes") == len(NAMES)
+    assert text.count("no load seen in the last 10 minutes") == len(NAMES)
 
 
 def test_an_engine_that_has_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
