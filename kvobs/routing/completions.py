@@ -25,7 +25,7 @@ from kvobs.routing.visibility import Visibility
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import Load, ReportKind, UnexpectedReport
+from kvobs.state.transfers import Closed, Load, Report, ReportKind, UnexpectedReport
 from kvobs.vllm_api import versions
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
 failed_loads = versions.failed_loads()
+_WITH_BAD_BLOCKS = (ReportKind.BAD_BLOCKS, ReportKind.SYNC_FAILED)  # that vLLM knows of
 
 
 class StatsParts(Protocol):
@@ -226,52 +227,57 @@ class Completions:
         loads: list[str] = []
         sent: set[str] = set()
         if meta is not None or failed_loads(output) or self.early or self.ledger.has_ended:  # true in few steps
-            if (meta := checked(meta, len(self.connectors), self.ranks)) is not None:
-                failed_syncs = self._record(meta, output.invalid_block_ids)
-            for request_id in failed_loads(output):
-                self.ledger.failure_reported(request_id)
-            loads = self.ledger.pop_completed_loads()
-            sent = self._sent(meta, is_aggregated=output.expected_finished_count > 0)
+            meta = checked(meta, len(self.connectors), self.ranks)
+            reports = self._reports_of(meta) if meta is not None else ()
+            loads, saves, unexpected = self.ledger.settle(reports, failed_loads(output), wall_ns())
+            for unexpected in unexpected:
+                self.observer.unexpected(unexpected)
+            failed_syncs = self._note_bad_blocks(reports, output.invalid_block_ids)
+            sent = self._sent(saves, reports, is_aggregated=output.expected_finished_count > 0)
         if loads or sent or self.view.is_watched:
             loads, sent = self.view.show(output, meta, loads, sent)
-        if not loads and not sent and not failed_syncs and not self.ledger.has_ended:
+        if loads or sent:
+            closed = self._close(loads, sent)
+            output.finished_recving = closed.received or None
+            output.finished_sending = in_order_of(sent, closed.sent) or None
+        else:
             output.finished_recving = output.finished_sending = None
-            return
-        self._close(loads, sent)
-        output.finished_recving = self.ledger.take_received() or None
-        output.finished_sending = in_order_of(sent, self.ledger.take_sent()) or None
         for index, requests in failed_syncs.items():
             self.observer.sync_loads_failed(index, requests)
 
-    def _sent(self, meta: MultiKVConnectorWorkerMetadata | None, *, is_aggregated: bool) -> set[str]:
-        """Return the requests whose promised saves are complete, as vLLM would have them."""
-        ended = [*self.ledger.pop_completed_saves(), *self.early]
-        self.early.clear()
-        if len(ended) <= 1 or meta is None:
-            return set(ended)
-        by_rank: dict[int, dict[str, None]] = {}
-        for rank, kind, request, *_ in meta.reports:
-            if kind is ReportKind.SAVED and self.ledger.is_saved_on(rank, request):
-                requests = by_rank.setdefault(rank, {})
-                requests.pop(request, None)  # its last promise counts
-                requests[request] = None
-        return released_set(ended, map(list, by_rank.values()), is_aggregated=is_aggregated)
-
-    def _record(self, meta: MultiKVConnectorWorkerMetadata, bad_blocks: set[int]) -> dict[int, list[Load]]:
-        """Process the reports; return the synchronous loads that failed, by connector."""
-        failed_syncs: dict[str, None] = {}
+    def _reports_of(self, meta: MultiKVConnectorWorkerMetadata) -> Sequence[Report]:
+        """Return the ranks' reports; pass on what else is in their metadata."""
         self.isolation.record_failures(meta.broken)
         self._lose("build_connector_worker_meta", meta.lost)
-        now_ns = wall_ns()
         if meta.notes:
             self.observer.noted(meta.notes)
-        for report in meta.reports:
-            if (unexpected := self.ledger.record(report, now_ns)) is not None:
-                self.observer.unexpected(unexpected)
-            if report.kind in (ReportKind.BAD_BLOCKS, ReportKind.SYNC_FAILED):
-                self._note_loss(report.request, bad_blocks)
-            if report.kind is ReportKind.SYNC_FAILED:
-                failed_syncs[report.request] = None
+        return meta.reports
+
+    def _sent(self, saves: Sequence[str], reports: Sequence[Report], *, is_aggregated: bool) -> set[str]:
+        """Return the requests whose promised saves are complete, as vLLM would have them."""
+        ended = [*saves, *self.early]
+        self.early.clear()
+        if len(ended) <= 1:
+            return set(ended)
+        by_rank: dict[int, dict[str, None]] = {}
+        for rank, kind, _, _, requests, *_ in reports:
+            if kind is ReportKind.SAVED:
+                last = by_rank.setdefault(rank, {})
+                for request in requests:
+                    if self.ledger.is_saved_on(rank, request):
+                        last.pop(request, None)  # its last promise counts
+                        last[request] = None
+        return released_set(ended, map(list, by_rank.values()), is_aggregated=is_aggregated)
+
+    def _note_bad_blocks(self, reports: Sequence[Report], bad_blocks: set[int]) -> dict[int, list[Load]]:
+        """Note what vLLM will recompute of loads with bad blocks; return the synchronous ones, by connector."""
+        failed_syncs: dict[str, None] = {}
+        for report in reports:
+            if report.kind in _WITH_BAD_BLOCKS:
+                for request in report.requests:
+                    self._note_loss(request, bad_blocks)
+                if report.kind is ReportKind.SYNC_FAILED:
+                    failed_syncs.update(dict.fromkeys(report.requests))
         by_index: dict[int, list[Load]] = {}
         for load in filter(None, map(self.ledger.load, failed_syncs)):
             by_index.setdefault(load.connector_index, []).append(load)
@@ -290,22 +296,24 @@ class Completions:
             lost = self.layout.lost(load.blocks, bad_blocks, load.local_tokens, load.tokens)
             load.lost_tokens = max(load.lost_tokens or 0, lost)
 
-    def _close(self, loads: Iterable[str], saves: Iterable[str]) -> None:
+    def _close(self, loads: Iterable[str], saves: Iterable[str]) -> Closed:
         """Close the complete loads and saves that their connectors have not withdrawn."""
-        for request_id in loads:
-            if (load := self.ledger.close_load(request_id, wall_ns())) is not None:
-                self.next_orders.orders.closed.append(request_id)
-                if load.failed and load.is_async:  # the request of a synchronous one runs on, and can't loop
-                    self.lookups.ban(request_id, load.connector_index)
-                self.isolation.load_ended(load.connector_index, load.opened_ns, failed=load.failed)
-                self.observer.load_ended(request_id, load)
-        for request_id in (*saves, *self.ledger.pop_completed_saves()):  # some end with their load
-            for index, save in self.ledger.close_saves(request_id).items():
-                self.next_orders.orders.saved.append((index, request_id))
-                if not save.is_abandoned:
-                    self.isolation.saved(index, save.promised_ns)
-                ended_ns = max(save.arrived.values(), default=wall_ns())
-                self.observer.saved(request_id, index, save, ended_ns)
+        now_ns, next_orders = wall_ns(), self.next_orders
+        closed = self.ledger.close(loads, saves, now_ns)
+        if closed.loads:
+            next_orders.orders.closed += [request for request, _ in closed.loads]
+        for request, load in closed.loads:
+            if load.failed and load.is_async:  # the request of a synchronous one runs on, and can't loop
+                self.lookups.ban(request, load.connector_index)
+            self.isolation.load_ended(load.connector_index, load.opened_ns, failed=load.failed)
+            self.observer.load_ended(request, load)
+        if closed.saves:
+            next_orders.orders.saved += [(index, request) for request, index, _ in closed.saves]
+        for request, index, save in closed.saves:
+            if not save.is_abandoned:
+                self.isolation.saved(index, save.promised_ns)
+            self.observer.saved(request, index, save, max(save.arrived.values(), default=now_ns))
+        return closed
 
 
 def released_set(ended: Iterable[str], by_rank: Iterable[Sequence[str]], *, is_aggregated: bool) -> set[str]:

@@ -188,31 +188,30 @@ class MultiKVConnectorWorkerMetadata(stock.MultiKVConnectorWorkerMetadata):
             self.lost |= lost
 
     def aggregate(self, other: base.KVConnectorWorkerMetadata) -> MultiKVConnectorWorkerMetadata:
-        """Merge two ranks' metadata: the connectors' by their own rule, reports concatenated."""
+        """Add another rank's metadata to this one: the connectors' by their own rule, reports concatenated."""
         if not isinstance(other, MultiKVConnectorWorkerMetadata) or len(other.metadata) != len(self.metadata):
             raise TypeError(
                 f"can't aggregate worker metadata of {len(self.metadata)} connectors with {other!r}: all ranks must "
                 "run the same --kv-transfer-config and the same version of kvobs"
             )
-        lost = set(self.lost | other.lost)
-        merged: list[Any] = []
-        for i, (mine, theirs) in enumerate(zip(self.metadata, other.metadata, strict=True)):
+        merged, lost = [*self.metadata], set(self.lost | other.lost)
+        for i, theirs in enumerate(other.metadata):
+            if theirs is None:
+                continue
             try:
-                merged.append(theirs if mine is None else mine if theirs is None else mine.aggregate(theirs))
+                merged[i] = theirs if merged[i] is None else merged[i].aggregate(theirs)
             except BaseException as error:
                 if i not in self.isolated:
                     raise
                 log_lost(i, error)
-                merged.append(None)
+                merged[i] = None
                 lost.add(i)
-        return MultiKVConnectorWorkerMetadata(
-            metadata=tuple(merged),
-            reports=self.reports + other.reports,
-            broken=self.broken | other.broken,
-            notes=self.notes + other.notes,
-            isolated=self.isolated,
-            lost=frozenset(lost),
-        )
+        self.metadata = tuple(merged)
+        self.reports += other.reports
+        self.broken |= other.broken
+        self.notes += other.notes
+        self.lost = frozenset(lost)
+        return self
 
 
 def as_set(requests: Iterable[str]) -> set[str]:
@@ -225,7 +224,7 @@ def checked(meta: object, connectors: int, ranks: int) -> MultiKVConnectorWorker
 
     Raises:
         TypeError: it belongs to another connector, or to different connectors.
-        ValueError: a report's connector, rank or kind does not exist.
+        ValueError: a report's connector, rank or kind does not exist, or it lacks times.
     """
     if meta is None:
         return None
@@ -234,13 +233,13 @@ def checked(meta: object, connectors: int, ranks: int) -> MultiKVConnectorWorker
     if len(meta.metadata) != connectors:
         raise TypeError(f"worker metadata of {len(meta.metadata)} connectors reached kvobs, which has {connectors}")
     for report in meta.reports:
-        if not (
-            0 <= report.connector_index < connectors and 0 <= report.rank < ranks and type(report.kind) is ReportKind
-        ):
+        rank, kind, index, _, requests, spent, began = report
+        exists = 0 <= index < connectors and 0 <= rank < ranks and type(kind) is ReportKind
+        if not exists or not len(requests) == len(spent) == len(began):
             raise ValueError(
                 f"a worker's report can't belong to this engine: {report!r:.200}; allowed: connectors 0 to "
-                f"{connectors - 1}, ranks 0 to {ranks - 1}, kinds {', '.join(ReportKind.__members__)}. All must run "
-                "the same version of kvobs"
+                f"{connectors - 1}, ranks 0 to {ranks - 1}, kinds {', '.join(ReportKind.__members__)}, with times of "
+                "each request. All must run the same version of kvobs"
             )
     return meta
 

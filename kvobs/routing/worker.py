@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvobs.clock import wall_ns
@@ -326,6 +328,7 @@ class WorkerSide:
         left_ns, left_blocks = Counter(self._load_ns), Counter[int]()
         for load in loads.values():
             left_blocks[load.connector_index] += _size(load)
+        ends: list[tuple[ReportKind, int, int, str, int, int]] = []
         for request, load in loads.items():
             kind = ReportKind.SYNC_FAILED if request in self._failed_syncs else ReportKind.SYNC_DONE
             if self.observer.wants_reports:
@@ -338,7 +341,10 @@ class WorkerSide:
             ended_ns = max(
                 began_ns + self._load_ns.get(load.connector_index, 0), self._loaded_ns.get(load.connector_index, 0)
             )
-            self._reports.append(Report(self.rank, kind, request, load.connector_index, ended_ns, spent_ns, began_ns))
+            ends.append((kind, load.connector_index, ended_ns, request, spent_ns, began_ns))
+        for (kind, index, ended_ns), alike in groupby(ends, itemgetter(0, 1, 2)):
+            _, _, _, requests, spent, began = zip(*alike, strict=True)
+            self._reports.append(Report(self.rank, kind, index, ended_ns, requests, spent, began))
         self._failed_syncs.clear()
 
     def clear_connector_metadata(self) -> None:
@@ -378,14 +384,13 @@ class WorkerSide:
     def _report(self, connector: SubConnector, kind: ReportKind, requests: Any) -> None:
         if not requests:
             return
-        requests = as_set(requests)
-        now = wall_ns()
+        requests, index, now = as_set(requests), connector.index, wall_ns()
         if self.observer.wants_reports:
-            self.observer.reported(connector.index, kind, requests)
-        for request in requests:
-            began_ns = self._began.pop((connector.index, request), 0) if kind in ENDINGS else 0
-            spent_ns = now - began_ns if began_ns else 0
-            self._reports.append(Report(self.rank, kind, request, connector.index, now, spent_ns, began_ns))
+            self.observer.reported(index, kind, requests)
+        each, began = tuple(requests), self._began
+        began_ns = tuple([began.pop((index, request), 0) if kind in ENDINGS else 0 for request in each])
+        spent_ns = tuple([now - at if at else 0 for at in began_ns])
+        self._reports.append(Report(self.rank, kind, index, now, each, spent_ns, began_ns))
 
 
 def _foreign(meta: object) -> TypeError:

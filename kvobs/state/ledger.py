@@ -6,14 +6,12 @@ promised save and its last open load were reported by every expected rank.
 
 The life of one request:
 
-    offered -> admit: a load opens -> record: rank by rank -> completed_loads -> close_load -> received -> admit:
-    resumed
-                                       a rank failed: -> take_failures, the workers echo it -> failure_reported ->
-                                       close_load
-    finish: promises open -> record -> completed_saves -> close_saves -> released
+    offered -> admit: a load opens -> settle: rank by rank -> complete -> close -> received -> admit: resumed
+                                       a rank failed: -> take_failures, the workers echo it -> settle -> close
+    finish: promises open -> settle -> complete -> close -> released
 
-Between ``pop_completed_loads`` or ``pop_completed_saves`` and the closing, the connectors see the output that vLLM will
-get: one may withdraw its own report (``reopen_save``; a load is simply not closed), or add one that no rank made.
+Between ``settle`` and ``close`` the connectors see the output that vLLM will get: one may withdraw its own report
+(``reopen_save``; a load is simply not closed), or add one that no rank made.
 """
 
 from collections import defaultdict
@@ -21,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from kvobs.state.transfers import (
+    Closed,
     Finished,
     InProgress,
     Load,
@@ -28,6 +27,7 @@ from kvobs.state.transfers import (
     ReportKind,
     RequestTransfers,
     Save,
+    Settled,
     Stuck,
     UnexpectedReport,
 )
@@ -50,8 +50,6 @@ class Ledger:
         self._completed_loads: list[str] = []  # requests whose load is complete, not yet closed
         self._completed_saves: list[str] = []  # requests whose promised saves are all complete
         self.failures: list[str] = []  # async loads that every rank must report to vLLM as failed
-        self._received: set[str] = set()
-        self._sent: set[str] = set()
         # By connector the open loads and promised saves, and the resumes: loaded, and not scheduled since.
         self.in_flight: defaultdict[int, dict[str, InProgress[str]]] = defaultdict(
             lambda: {"load": InProgress(), "awaiting_schedule": InProgress(), "save": InProgress()}
@@ -119,36 +117,53 @@ class Ledger:
 
     # Reports
 
-    def record(self, report: Report, now_ns: int = 0) -> UnexpectedReport | None:
-        """Process one report, read at ``now_ns``; return it as unexpected if its connector owns no such load or save.
+    def settle(self, reports: Iterable[Report], read: Iterable[str], now_ns: int = 0) -> Settled:
+        """Count a step's reports, read at ``now_ns``, and return what they have settled; each is returned once.
 
-        A failure that another connector than the owner reports counts for the load, and is unexpected as well.
+        ``read`` are the failed loads that vLLM reads in this step. What was given up since the last one is settled now.
         """
-        rank, kind, request, index = report[:4]
-        entry = self._entries.get(request)
-        if kind is _SAVED:
-            return self._record_save(entry, report, now_ns)
-        load = entry.load if entry is not None else None
-        is_sync = kind is _SYNC_DONE or kind is _SYNC_FAILED
-        if load is None or load.connector_index != index or load.is_async is is_sync:
-            # A sync one is kvobs's own report about a request that no longer exists.
-            return None if is_sync else self._record_unexpected(load, report)
-        if kind is not _RECEIVED and kind is not _SYNC_DONE:
-            self._note_failure(load, report)
-            if kind in _OF_BLOCKS:
-                return None  # does not mean that the load has arrived
-        if rank in load.arrived:
-            return None
-        load.arrived[rank] = now_ns
-        load.ranks[rank] = report
-        if self._is_last("load", report, load, now_ns):
-            if load.must_report_failure:
-                self.failures.append(request)
-            else:
-                self._completed_loads.append(request)
-        return None
+        unexpected = [unexpected for report in reports for unexpected in self.record(report, now_ns)]
+        for request in read:
+            self._echoed(request)
+        settled = Settled(self._completed_loads, self._completed_saves, unexpected)
+        self._completed_loads, self._completed_saves = [], []
+        return settled
 
-    def _record_unexpected(self, load: Load | None, report: Report) -> UnexpectedReport:
+    def record(self, report: Report, now_ns: int = 0) -> list[UnexpectedReport]:
+        """Count one rank's report, read at ``now_ns``; return which of it the connector does not own.
+
+        A failure that another connector than the owner reports counts for the load, and is returned as well.
+        """
+        rank, kind, index, time_ns, requests, spent, began = report
+        if kind is _SAVED:
+            return self._record_saves(report, now_ns)
+        entries, unexpected = self._entries, list[UnexpectedReport]()
+        is_sync = kind is _SYNC_DONE or kind is _SYNC_FAILED
+        has_failed = kind is not _RECEIVED and kind is not _SYNC_DONE
+        has_arrived = kind is not _UNMAPPED_BAD_BLOCKS and kind is not _BAD_BLOCKS
+        for request, spent_ns, began_ns in zip(requests, spent, began, strict=True):
+            entry = entries.get(request)
+            load = entry.load if entry is not None else None
+            if load is None or load.connector_index != index or load.is_async is is_sync:
+                if not is_sync:  # kvobs's own report, about a request that no longer exists
+                    unexpected.append(self._record_unexpected(load, report, request))
+                continue
+            if has_failed:
+                self._note_failure(load, report, request)
+            arrived = load.arrived
+            if not has_arrived or rank in arrived:
+                continue
+            arrived[rank] = now_ns
+            load.ranks[rank] = time_ns, spent_ns, began_ns
+            if (n := len(arrived)) == load.expected:
+                if n > 1:
+                    self.incomplete.end(("load", index, request))
+                (self.failures if load.must_report_failure else self._completed_loads).append(request)
+            elif n == 1:
+                self.incomplete.begin(("load", index, request), now_ns)
+        return unexpected
+
+    def _record_unexpected(self, load: Load | None, report: Report, request: str) -> UnexpectedReport:
         """Note what another connector than the owner reports; it may have written into the blocks of an open load.
 
         After a failure the load has failed on that rank, and its owner's receipt is still waited for.
@@ -157,33 +172,51 @@ class Ledger:
         if load is not None and load.connector_index != report.connector_index:
             counts = kind is _BAD_BLOCKS or (load.is_async and kind in _TO_BE_REPORTED)
         if load is not None and counts:
-            self._note_failure(load, report)
+            self._note_failure(load, report, request)
             load.blamed_by.add(report.connector_index)
         name = "load" if kind is _RECEIVED else "blocks" if counts and kind in _OF_BLOCKS else "failure"
-        return UnexpectedReport(report.connector_index, name, report.request)
+        return UnexpectedReport(report.connector_index, name, request)
 
-    def _note_failure(self, load: Load, report: Report) -> None:
+    def _note_failure(self, load: Load, report: Report, request: str) -> None:
         load.failed_on.add(report.rank)
         load.must_report_failure |= report.kind in _TO_BE_REPORTED
         if (
-            load.must_report_failure and report.request in self._completed_loads
+            load.must_report_failure and request in self._completed_loads
         ):  # the worker collects the blocks after the receipt
-            self._completed_loads.remove(report.request)
-            self.failures.append(report.request)
+            self._completed_loads.remove(request)
+            self.failures.append(request)
 
-    def _record_save(self, entry: RequestTransfers | None, report: Report, now_ns: int) -> UnexpectedReport | None:
-        save = entry.saves.get(report.connector_index) if entry is not None else None
-        if entry is None or (entry.finished if save is None else save.done):
-            return UnexpectedReport(report.connector_index, "save", report.request)
-        if save is None:
-            save = entry.saves[report.connector_index] = Save()
-        if report.rank in save.arrived:
-            return None
-        save.arrived[report.rank] = now_ns
-        save.ranks[report.rank] = report
-        if save.promised and self._is_last("save", report, save, now_ns):
-            self._note_settled_save(report.request, entry)
-        return None
+    def _record_saves(self, report: Report, now_ns: int) -> list[UnexpectedReport]:
+        rank, _, index, time_ns, requests, spent, began = report
+        unexpected = []
+        for request, spent_ns, began_ns in zip(requests, spent, began, strict=True):
+            entry = self._entries.get(request)
+            save = entry.saves.get(index) if entry is not None else None
+            if entry is None or (entry.finished if save is None else save.done):
+                unexpected.append(UnexpectedReport(index, "save", request))
+                continue
+            if save is None:
+                save = entry.saves[index] = Save()
+            if rank in save.arrived:
+                continue
+            save.arrived[rank] = now_ns
+            save.ranks[rank] = time_ns, spent_ns, began_ns
+            if not save.promised:
+                continue
+            if (n := len(save.arrived)) == save.expected:
+                if n > 1:
+                    self.incomplete.end(("save", index, request))
+                self._note_settled_save(request, entry)
+            elif n == 1:
+                self.incomplete.begin(("save", index, request), now_ns)
+        return unexpected
+
+    def _echoed(self, request: str) -> None:
+        """Note that vLLM has read a load's failure, which ends it; it may read it again when another load is open."""
+        if (load := self.load(request)) is not None and load.is_in and load.must_report_failure:
+            if request in self.failures:  # no rank need report it again
+                self.failures.remove(request)
+            self._completed_loads.append(request)
 
     def is_saved_on(self, rank: int, request: str) -> bool:
         """Return whether this rank has reported all promised saves of a request that are not over."""
@@ -193,17 +226,6 @@ class Ledger:
     def _note_settled_save(self, request: str, entry: RequestTransfers) -> None:
         if all(save.is_settled for save in entry.saves.values()):
             self._completed_saves.append(request)
-
-    def _is_last(self, kind: str, report: Report, transfer: Load | Save, now_ns: int) -> bool:
-        """Return whether this report completes a transfer; note the first one of several."""
-        reports = len(transfer.arrived)
-        if reports == transfer.expected:
-            if reports > 1:
-                self.incomplete.end((kind, report.connector_index, report.request))
-            return True
-        if reports == 1:
-            self.incomplete.begin((kind, report.connector_index, report.request), now_ns)
-        return False
 
     def take_stuck(self, before_ns: int, ranks: int) -> list[tuple[int, Stuck]]:
         """Return the transfers first reported at this time or before, and still incomplete, by connector; each once.
@@ -221,20 +243,13 @@ class Ledger:
 
     @property
     def has_ended(self) -> bool:
-        """Whether transfers are complete, or requests released, that have not been taken."""
-        return bool(self._completed_loads or self._completed_saves or self._received or self._sent)
+        """Whether transfers are complete without a report of this step: they were given up."""
+        return bool(self._completed_loads or self._completed_saves)
 
     def take_failures(self) -> tuple[str, ...]:
         """Return the async loads that every rank must now report to vLLM as failed; each is returned once."""
         failures, self.failures = tuple(self.failures), []
         return failures
-
-    def failure_reported(self, request: str) -> None:
-        """Note that vLLM has read a load's failure, and close it; it may read it again when another load is open."""
-        if (load := self.load(request)) is not None and load.is_in and load.must_report_failure:
-            if request in self.failures:  # no rank need report it again
-                self.failures.remove(request)
-            self._completed_loads.append(request)
 
     def fail(self, request: str, now_ns: int) -> bool:
         """Fail an async load, also a withdrawn one, on all ranks without a report; return whether there was one."""
@@ -308,46 +323,52 @@ class Ledger:
 
     # Completions
 
-    def pop_completed_loads(self) -> list[str]:
-        """Return the requests whose load is complete on every expected rank; each is returned once."""
-        requests, self._completed_loads = self._completed_loads, []
-        return requests
+    def close(self, loads: Iterable[str], saves: Iterable[str], now_ns: int = 0) -> Closed:
+        """Close the complete loads, and the complete saves of finished requests; return what is over by that.
 
-    def pop_completed_saves(self) -> list[str]:
-        """Return the requests whose promised saves are all complete; each is returned once."""
-        requests, self._completed_saves = self._completed_saves, []
-        return requests
-
-    def close_load(self, request: str, now_ns: int = 0) -> Load | None:
-        """Close the open load: vLLM may resume the request, or release it if it has finished in the meantime."""
-        entry = self._entries.get(request)
-        if entry is None or entry.load is None:
-            return None
-        load, entry.load = entry.load, None
-        self._end_open(request, load)
-        save = entry.saves.get(load.connector_index)
-        if load.aborted and load.connector_index in self._load_ends_save and save is not None and not save.is_settled:
-            self.complete_save(request, load.connector_index, now_ns)
-            self._note_settled_save(request, entry)
-        if load.is_async and not entry.finished:
-            self._received.add(request)
-            if not load.failed:
-                self.in_flight[load.connector_index]["awaiting_schedule"].begin(request, now_ns, load.tokens)
-        self._settle(request, entry)
-        return load
-
-    def close_saves(self, request: str) -> dict[int, Save]:
-        """Close the promised saves of a request, all complete; return those that were open, by connector."""
-        entry = self._entries.get(request)
-        if entry is None or not entry.finished:
-            return {}
-        closed = {index: save for index, save in entry.saves.items() if not save.done}
-        for index, save in closed.items():
-            save.done = True
-            self.in_flight[index]["save"].end(request)
-            self.incomplete.end(("save", index, request))
-        self._settle(request, entry)
+        With a load that is over vLLM may resume its request, or release it if it has finished in the meantime.
+        """
+        closed = Closed([], [], set(), set())
+        for request in loads:
+            if (entry := self._entries.get(request)) is not None and entry.load is not None:
+                self._close_load(request, entry, entry.load, now_ns, closed)
+        with_loads, self._completed_saves = self._completed_saves, []  # some end with their load
+        for request in (*saves, *with_loads):
+            if (entry := self._entries.get(request)) is not None and entry.finished:
+                self._close_saves(request, entry, closed)
         return closed
+
+    def _close_load(self, request: str, entry: RequestTransfers, load: Load, now_ns: int, closed: Closed) -> None:
+        index, entry.load = load.connector_index, None
+        self._end_open(request, load)
+        closed.loads.append((request, load))
+        if load.aborted and index in self._load_ends_save:
+            save = entry.saves.get(index)
+            if save is not None and not save.is_settled:
+                self.complete_save(request, index, now_ns)
+                self._note_settled_save(request, entry)
+        if entry.finished:
+            self._forget(request, entry, closed)
+        elif load.is_async:
+            closed.received.add(request)
+            if not load.failed_on:
+                self.in_flight[index]["awaiting_schedule"].begin(request, now_ns, load.tokens)
+
+    def _close_saves(self, request: str, entry: RequestTransfers, closed: Closed) -> None:
+        for index, save in entry.saves.items():
+            if not save.done:
+                save.done = True
+                self.in_flight[index]["save"].end(request)
+                self.incomplete.end(("save", index, request))
+                closed.saves.append((request, index, save))
+        self._forget(request, entry, closed)
+
+    def _forget(self, request: str, entry: RequestTransfers, closed: Closed) -> None:
+        """Forget a finished request without open transfers, and release it if vLLM waits for that."""
+        if entry.is_settled:
+            del self._entries[request]
+            if entry.awaited:
+                (closed.sent if entry.holds else closed.received).add(request)
 
     # The end of a request
 
@@ -399,16 +420,6 @@ class Ledger:
             self._entries[request] = entry
         return Finished(entry.holds, aborted, promised, early, unexpected)
 
-    def take_received(self) -> set[str]:
-        """Return vLLM's ``finished_recving``: complete loads, and releases that vLLM expects there."""
-        received, self._received = self._received, set()
-        return received
-
-    def take_sent(self) -> set[str]:
-        """Return vLLM's ``finished_sending``: finished requests whose blocks may be released."""
-        sent, self._sent = self._sent, set()
-        return sent
-
     def _end_open(self, request: str, load: Load) -> None:
         self.in_flight[load.connector_index]["load"].end(request)
         self.incomplete.end(("load", load.connector_index, request))
@@ -416,10 +427,3 @@ class Ledger:
     def _end_resume(self, request: str, entry: RequestTransfers) -> None:
         if entry.owner is not None:
             self.in_flight[entry.owner]["awaiting_schedule"].end(request)
-
-    def _settle(self, request: str, entry: RequestTransfers) -> None:
-        """Forget a finished request without open transfers, and release it if vLLM waits for that."""
-        if entry.finished and entry.is_settled:
-            del self._entries[request]
-            if entry.awaited:
-                (self._sent if entry.holds else self._received).add(request)

@@ -51,21 +51,25 @@ class ReportKind(IntEnum):
 
 
 class Report(NamedTuple):
-    """One report of one rank.
+    """What one rank reports at one time, of one kind, about loads or saves of one connector.
 
-    ``began_ns`` is when this rank got the order for the load or save (0: unknown), ``time_ns`` when it ended here; both
-    are wall-clock time (ns since the epoch) of this rank's host, and are not compared with times of another host.
-    ``spent_ns`` is how long this rank took: from the order to the end (0: it reported before that), or how long its
-    step waited for a synchronous load.
+    ``time_ns`` is when they ended here, and ``began_ns`` when this rank got the order for each (0: unknown); both are
+    wall-clock time (ns since the epoch) of this rank's host, and are not compared with times of another host.
+    ``spent_ns`` is how long this rank took for each: from the order to the end (0: it reported before that), or how
+    long its step waited for a synchronous load.
     """
 
     rank: int
     kind: ReportKind
-    request: str
     connector_index: int
     time_ns: int
-    spent_ns: int = 0
-    began_ns: int = 0
+    requests: tuple[str, ...]
+    spent_ns: tuple[int, ...]
+    began_ns: tuple[int, ...]
+
+
+Times = tuple[int, int, int]
+"""``time_ns``, ``spent_ns`` and ``began_ns`` of a report about one request: there is one for each load and rank."""
 
 
 class UnexpectedReport(NamedTuple):
@@ -95,11 +99,12 @@ class Slowest(NamedTuple):
 class _OnRanks:
     """The common part of a load and a save: the expected ranks and their reports."""
 
-    __slots__ = ()
+    __slots__ = ("_slowest",)
 
     expected: int
     arrived: dict[int, int]  # rank -> when its report was read, by the scheduler's clock
-    ranks: dict[int, Report]  # the report of each rank that made one
+    ranks: dict[int, Times]  # of each rank that made a report
+    _slowest: Slowest  # once it is known
 
     @property
     def is_in(self) -> bool:
@@ -110,9 +115,11 @@ class _OnRanks:
         """Compare how long each rank took; None if there is only one, or if not every expected one has reported."""
         if len(self.ranks) < max(2, self.expected):
             return None
-        spent = {rank: report.spent_ns for rank, report in self.ranks.items()}
-        rank = max(spent, key=spent.__getitem__)
-        return Slowest(rank, spent[rank] - min(spent.values()))
+        if not hasattr(self, "_slowest"):  # several observers ask at the end
+            spent = [times[1] for times in self.ranks.values()]
+            longest = max(spent)
+            self._slowest = Slowest([*self.ranks][spent.index(longest)], longest - min(spent))
+        return self._slowest
 
 
 @dataclass(slots=True)
@@ -130,7 +137,7 @@ class Load(_OnRanks):
     local_tokens: int = 0  # before it, in vLLM's own cache
     rest_tokens: int = 1  # after it, which are computed in any case
     lost_tokens: int | None = None  # tokens lost by a failed load, if known to be fewer than all
-    ranks: dict[int, Report] = field(default_factory=dict)
+    ranks: dict[int, Times] = field(default_factory=dict)
     failed_on: set[int] = field(default_factory=set)  # ranks
     blamed_by: set[int] = field(default_factory=set)  # other connectors that reported a failure within it
     must_report_failure: bool = False  # the workers must report the failure to vLLM
@@ -155,7 +162,7 @@ class Load(_OnRanks):
         """The duration from allocation to the last rank's receipt; of a sync load its time on the slowest rank."""
         if self.is_async:
             return max([self.opened_ns, *self.arrived.values()]) - self.opened_ns
-        return max((report.spent_ns for report in self.ranks.values()), default=0)
+        return max([spent_ns for _, spent_ns, _ in self.ranks.values()], default=0)
 
 
 class Gain(NamedTuple):
@@ -186,7 +193,7 @@ class Save(_OnRanks):
     expected: int = 1
     promised_ns: int = 0
     arrived: dict[int, int] = field(default_factory=dict)
-    ranks: dict[int, Report] = field(default_factory=dict)
+    ranks: dict[int, Times] = field(default_factory=dict)
     is_abandoned: bool = False  # counted as done without a report of its connector
     is_given_up: bool = False  # its connector has completed it on the scheduler's side, as MoRIIO does after a while
 
@@ -208,6 +215,23 @@ class Finished(NamedTuple):
     promised: dict[int, Save]  # by connector, saves that are open now
     early: dict[int, Save]  # promised saves, by connector, that had been reported before the promise
     unexpected: list[UnexpectedReport]  # reports of saves that were never promised
+
+
+class Settled(NamedTuple):
+    """What the reports of a step have settled, before the connectors see it."""
+
+    loads: list[str]  # requests whose load is complete on every expected rank
+    saves: list[str]  # requests whose promised saves are all complete
+    unexpected: list[UnexpectedReport]  # reports of transfers that their connectors do not own
+
+
+class Closed(NamedTuple):
+    """What is over after the connectors have seen it, and what vLLM is to read of it."""
+
+    loads: list[tuple[str, Load]]
+    saves: list[tuple[str, int, Save]]  # with the connector that had promised
+    received: set[str]  # complete loads, and releases that vLLM expects among them
+    sent: set[str]  # finished requests whose blocks may be released
 
 
 class Stuck(NamedTuple):

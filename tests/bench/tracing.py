@@ -28,7 +28,7 @@ from kvobs.export.span_export import SpanConverter
 from kvobs.page.writer import PageWriter, describe, plain
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema import signals, spans
-from kvobs.state.transfers import Load, LookupResult, Offer, Report, ReportKind
+from kvobs.state.transfers import Load, LookupResult, Offer
 from kvobs.telemetry.tracing.call_spans import CallSpans
 from kvobs.telemetry.tracing.journal import Journal
 from kvobs.telemetry.tracing.request_traces import Traces
@@ -271,8 +271,7 @@ def _writing() -> tuple[list[float], list[float]]:
         traces.allocated(request, LookupResult([Offer(0, LOADED, True)]), 0, LOADED)
         load = Load(0, LOADED, is_async=True, expected=RANKS, opened_ns=1)
         traces.admitted(request.request_id, load)
-        report = Report(0, ReportKind.RECEIVED, request.request_id, 0, 3, 2, 1)
-        load.ranks, load.arrived = dict.fromkeys(range(RANKS), report), dict.fromkeys(range(RANKS), 3)
+        load.ranks, load.arrived = dict.fromkeys(range(RANKS), (3, 2, 1)), dict.fromkeys(range(RANKS), 3)
         traces.load_ended(request.request_id, load)
         traces.request_ended(request)
         return SPANS_PER_LOAD

@@ -140,15 +140,15 @@ JOINT_FAULTS = (
     JointFault(
         "workers keep the blocks of a synchronous load that has ended",
         f"{ROUTING}/completions.py",
-        "                self.next_orders.orders.closed.append(request_id)\n",
-        "                if load.is_async:\n                    self.next_orders.orders.closed.append(request_id)\n",
+        "[request for request, _ in closed.loads]",
+        "[request for request, load in closed.loads if load.is_async]",
         f"{UNIT}/routing/test_isolation_limits.py",
     ),
     JointFault(
         "workers keep a save that was given up",
         f"{ROUTING}/completions.py",
-        "                self.next_orders.orders.saved.append((index, request_id))\n",
-        "                if not save.is_abandoned:\n                    self.next_orders.orders.saved.append((index, request_id))\n",
+        "[(index, request) for request, index, _ in closed.saves]",
+        "[(index, request) for request, index, save in closed.saves if not save.is_abandoned]",
         f"{UNIT}/routing/test_isolation.py",
     ),
     JointFault(
@@ -432,8 +432,8 @@ JOINT_FAULTS = (
     JointFault(
         "a failure that another connector reports is taken for the load's end",
         "kvobs/state/ledger.py",
-        "        if load is None or load.connector != connector or load.is_async is is_sync:\n",
-        "        if load is None or (load.connector != connector and kind is not ReportKind.FAILED) or load.is_async is is_sync:\n",
+        "            if load is None or load.connector != connector or load.is_async is is_sync:\n",
+        "            if load is None or (load.connector != connector and kind is not ReportKind.FAILED) or load.is_async is is_sync:\n",
         STRANGERS,
     ),
     JointFault(
@@ -475,8 +475,8 @@ JOINT_FAULTS = (
     JointFault(
         "an isolated connector's failure on the second rank is lost in the merge",
         f"{ROUTING}/metadata.py",
-        "broken=self.broken | other.broken",
-        "broken=self.broken",
+        "        self.broken |= other.broken\n",
+        "",
         PRODUCT,
     ),
     JointFault(

@@ -4,6 +4,7 @@ import logging
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 
 from kvobs.page import files
 from kvobs.state.ledger import Ledger as KvobsLedger
+from kvobs.state.transfers import Closed
 from kvobs.telemetry.transfers.outcomes import Outcomes
 from tests.soak import inprocess, isolated, lives
 from tests.soak.__main__ import is_whole
@@ -80,8 +82,13 @@ def test_a_number_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("quiet")
 def test_a_completion_that_never_reaches_vllm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = KvobsLedger.take_received
-    monkeypatch.setattr(KvobsLedger, "take_received", lambda self: set(sorted(take(self))[1:]))
+    close = KvobsLedger.close
+
+    def losing(self: KvobsLedger, *what: Any) -> Closed:
+        closed = close(self, *what)
+        return closed._replace(received=set(sorted(closed.received)[1:]))
+
+    monkeypatch.setattr(KvobsLedger, "close", losing)
     monkeypatch.setattr("tests.soak.inprocess.STALLED_AFTER", 100)
     with pytest.raises(AssertionError, match="requests never end"):
         inprocess.run(100, seed=1, show=lambda _: None, shapes=SHAPES[:1])

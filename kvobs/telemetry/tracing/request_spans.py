@@ -151,11 +151,11 @@ class RequestSpans:
         of_ranks: dict[int, dict[str, Value]] = {rank: {spans.MODE: mode} for rank in load.ranks}
         for rank, more in of_ranks.items():
             if not load.is_async:
-                more[spans.STALL] = load.ranks[rank].spent_ns / 1e9
+                more[spans.STALL] = load.ranks[rank][1] / 1e9
             if rank in load.failed_on:
                 more[spans.ERROR_TYPE] = LOAD_FAILED
         # A rank's times are by its host's clock: only how long it took can be added to the scheduler's.
-        steps_ns = (report.time_ns - report.began_ns for report in load.ranks.values() if report.began_ns)
+        steps_ns = (time_ns - began_ns for time_ns, _, began_ns in load.ranks.values() if began_ns)
         lasted_ns = load.duration_ns if load.is_async else max(steps_ns, default=0)
         head = opened.record(
             spans.LOAD,
@@ -196,9 +196,9 @@ class RequestSpans:
         """
         same = {key: head.attributes[key] for key in (spans.REQUEST, spans.GEN_AI_REQUEST, spans.CONNECTOR)}
         group = [head]
-        for rank in sorted(heapq.nlargest(GROUP_AT_MOST - 1, more, key=lambda rank: transfer.ranks[rank].spent_ns)):
-            ended_ns = transfer.ranks[rank].time_ns
-            start_ns = transfer.ranks[rank].began_ns or ended_ns
+        for rank in sorted(heapq.nlargest(GROUP_AT_MOST - 1, more, key=lambda rank: transfer.ranks[rank][1])):
+            ended_ns, _, began_ns = transfer.ranks[rank]
+            start_ns = began_ns or ended_ns
             ids = head.trace_id, new_span_id(), head.span_id
             attributes = {**same, spans.RANK: rank, **more[rank]}
             group.append(Record(of_rank.name, *ids, start_ns, ended_ns, head.reason, attributes))

@@ -20,9 +20,10 @@ from kvobs.routing.completions import Completions, OutputView, released_set
 from kvobs.routing.metadata import MultiKVConnectorWorkerMetadata, MultiKVEvents
 from kvobs.routing.visibility import Visibility
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import Report, ReportKind, UnexpectedReport
+from kvobs.state.transfers import ReportKind, UnexpectedReport
 from kvobs.telemetry.payload.stats import Classes, MultiKVConnectorStats, RawStats, StatsParts, class_path
 from kvobs.testing import BLOCK, Rig, Script
+from tests.support.reports import report
 from tests.support.rig import assert_gone_after, assert_nothing_is_left, counted, entry_for, started
 from tests.support.scripted import Events, Stats, Tally
 
@@ -45,18 +46,16 @@ def test_an_output_without_news_is_not_looked_into(idle: Completions, monkeypatc
 
 
 def test_ends_without_a_report_are_taken_in(idle: Completions) -> None:
-    """As a save that its loader promised: it ends with the load, and is reported with the next output."""
+    """As a save that was given up: it is reported with the next output."""
     ledger = idle.ledger
-    ledger.arrive("r")
-    ledger.propose("r", (0, True))
-    ledger.admit("r", BLOCK, 1)
-    ledger.finish("r", [])
-    ledger.close_load("r")
+    ledger.finish("r", [(0, 1)], 5)
+    ledger.give_up(0, 5, 10)
     assert ledger.has_ended
     output = KVConnectorOutput()
     idle.take_in(output)
-    assert output.finished_recving == {"r"}
+    assert output.finished_sending == {"r"}
     assert not ledger.has_ended
+    assert "r" not in ledger
 
 
 def test_saves_that_were_done_before_their_promise_are_not_kept(idle: Completions) -> None:
@@ -100,8 +99,8 @@ def test_blocks_are_freed_in_the_order_of_vllms_own_router(is_aggregated: bool, 
         for rank in range(1 + is_aggregated)
     ]
     plan: list[list[Said]] = [[], [], []]
-    for report in data.draw(st.permutations(reports)):
-        plan[data.draw(st.sampled_from([0, 0, 0, 1, 2]))].append(report)
+    for said in data.draw(st.permutations(reports)):
+        plan[data.draw(st.sampled_from([0, 0, 0, 1, 2]))].append(said)
     with pytest.MonkeyPatch.context() as patch:
         if not is_aggregated:  # the worker is in the scheduler's process: nothing is pickled
             patch.setattr("kvobs.testing.rig.pickle", SimpleNamespace(dumps=lambda sent: sent, loads=lambda sent: sent))
@@ -170,12 +169,11 @@ class Shown:
                 (ReportKind.SAVED, "saved", 0),
                 (ReportKind.SAVED, "saved", 1),
             ):
-                self.ledger.record(Report(rank, kind, request, index, 0))
+                self.ledger.record(report(rank, kind, request, index))
 
-    def show(self, meta: Any = None) -> tuple[list[str], set[str]]:
-        over = self.view.show(
-            self.output, meta, self.ledger.pop_completed_loads(), set(self.ledger.pop_completed_saves())
-        )
+    def show(self, meta: Any = None, read: Sequence[str] = ()) -> tuple[list[str], set[str]]:
+        settled = self.ledger.settle((), read)
+        over = self.view.show(self.output, meta, settled.loads, set(settled.saves))
         return sorted(over[0]), over[1]
 
 
@@ -235,7 +233,7 @@ def test_a_connector_may_keep_its_save_back_and_complete_it_later(in_steps: int)
         assert shown.show() == NOTHING
     shown.watchers[0].change = assign(finished_sending={"saved"})
     assert shown.show()[1] == {"saved"}
-    assert set(shown.ledger.close_saves("saved")) == {0, 1}
+    assert [index for _, index, _ in shown.ledger.close([], ["saved"]).saves] == [0, 1]
 
 
 def test_a_connector_may_keep_its_load_back_and_complete_it_later() -> None:
@@ -243,7 +241,7 @@ def test_a_connector_may_keep_its_load_back_and_complete_it_later() -> None:
     shown.all_in()
     shown.watchers[0].change = lambda output: output.finished_recving.discard("own")
     assert shown.show()[0] == ["other"]
-    shown.ledger.close_load("other")
+    shown.ledger.close(["other"], [])
     shown.watchers[0].change = assign(finished_recving={"own"})
     assert shown.show()[0] == ["own"]
     shown.watchers[0].change = assign(finished_recving=None)
@@ -254,7 +252,7 @@ def test_a_connector_is_shown_the_set_that_vllm_is_to_read_and_may_put_another_i
     """A copy may have another order, in which blocks would be freed."""
     shown = Shown()
     shown.all_in()
-    sent = set(shown.ledger.pop_completed_saves())
+    sent = set(shown.ledger.settle((), ()).saves)
     seen: list[Any] = []
     for watcher in shown.watchers:
         watcher.change = lambda output: seen.append(output.finished_sending)
@@ -276,7 +274,7 @@ def test_receipt_of_another_connectors_transfer_is_stray() -> None:
         UnexpectedReport(2, "save", "saved"),
         UnexpectedReport(2, "save", "own")
     ])  # fmt: skip
-    assert shown.ledger.take_received() == shown.ledger.take_sent() == set()
+    assert shown.ledger.settle((), ()) == ([], [], [])
 
 
 @pytest.mark.parametrize(("is_in", "is_hidden"), [(False, False), (True, False), (True, True)])
@@ -297,12 +295,10 @@ def test_a_failure_that_a_connector_adds_goes_round_by_the_workers(is_in: bool, 
     assert shown.output.failed_recving == set()
     assert shown.ledger.take_failures() == ("own",)
     assert shown.watchers[1].seen[0]["failed"] == set()
-    shown.ledger.failure_reported("own")
     shown.watchers[0].change = lambda output: None
     shown.output.failed_recving = {"own"}
-    assert "own" in shown.show()[0]
-    load = shown.ledger.close_load("own")
-    assert load is not None
+    assert "own" in shown.show(read=["own"])[0]
+    ((_, load),) = shown.ledger.close(["own"], []).loads
     assert load.failed
 
 
@@ -320,7 +316,7 @@ def test_a_synchronous_load_is_over_and_shown_to_nobody() -> None:
     shown = Shown()
     shown.ledger.propose("sync", (0, False))
     shown.ledger.admit("sync", 16, 1)
-    shown.ledger.record(Report(0, ReportKind.SYNC_DONE, "sync", 0, 0))
+    shown.ledger.record(report(0, ReportKind.SYNC_DONE, "sync"))
     assert shown.show()[0] == ["sync"]
     assert [watcher.seen[0]["received"] for watcher in shown.watchers] == [set()] * 3
 

@@ -18,7 +18,8 @@ from kvobs.routing.metadata import (
     checked,
 )
 from kvobs.state.quarantine import IsolationState
-from kvobs.state.transfers import Report, ReportKind
+from kvobs.state.transfers import ReportKind
+from tests.support.reports import report
 from tests.support.scripted import Events, Tally
 
 
@@ -37,7 +38,7 @@ def test_metadata_survives_a_process_hop() -> None:
 
 
 def test_worker_metadata_merges_connectors_by_their_rule_and_keeps_all_reports() -> None:
-    reports = [Report(rank, ReportKind.RECEIVED, "r", 0, rank) for rank in range(3)]
+    reports = [report(rank, ReportKind.RECEIVED, "r", 0, rank) for rank in range(3)]
     ranks = [
         MultiKVConnectorWorkerMetadata(metadata=(Tally(1), None, None), reports=reports[:1]),
         MultiKVConnectorWorkerMetadata(metadata=(Tally(10), Tally(5), None), reports=reports[1:2]),
@@ -79,13 +80,20 @@ RECEIVED: Any = ReportKind.RECEIVED
 )
 def test_a_report_that_no_worker_of_this_engine_can_make_is_refused(rank: int, kind: Any, index: int) -> None:
     """Early, a load's blocks would be read before they are filled."""
-    reports = [Report(0, RECEIVED, "r", 0, 1), Report(rank, kind, "r", index, 1)]
+    reports = [report(0, RECEIVED, "r"), report(rank, kind, "r", index)]
     with pytest.raises(
         ValueError, match="a worker's report can't belong to this engine: .* connectors 0 to 1, ranks 0 to"
     ):
         checked(MultiKVConnectorWorkerMetadata((None, None), reports), 2, 2)
     meta = MultiKVConnectorWorkerMetadata((None, None), reports[:1])
     assert checked(meta, 2, 2) is meta
+
+
+@pytest.mark.parametrize("lacking", [{"spent_ns": ()}, {"began_ns": ()}])
+def test_a_report_without_the_times_of_each_request_is_refused(lacking: Any) -> None:
+    reports = [report(0, RECEIVED, "r"), report(1, RECEIVED, "r")._replace(**lacking)]
+    with pytest.raises(ValueError, match="a worker's report can't belong to this engine: .* times of each request"):
+        checked(MultiKVConnectorWorkerMetadata((None, None), reports), 2, 2)
 
 
 def test_events_of_ranks_merge_by_each_connectors_own_rule() -> None:

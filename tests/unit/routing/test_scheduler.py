@@ -22,13 +22,14 @@ from tests.support.rig import assert_nothing_is_left, counted, started
 
 LIVE = ("async", "sync", "saved", "plain")
 times = st.sampled_from([0, 1, -1, -(2**63), 2**63 - 1]) | st.integers(-(2**63), 2**63 - 1)
+requests = st.sampled_from([*LIVE, "nobody", "", "x" * 10_000, "line\nbreak"])
 reports = st.builds(
-    Report,
+    lambda *same, each: Report(*same, *zip(*each, strict=True)),
     st.integers(0, 1),
     st.sampled_from(ReportKind),
-    st.sampled_from([*LIVE, "nobody", "", "x" * 10_000, "line\nbreak"]),
     st.integers(0, 1),
-    *[times] * 3,
+    times,
+    each=st.lists(st.tuples(requests, times, times), min_size=1, max_size=3),
 )
 
 

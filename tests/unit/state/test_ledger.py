@@ -12,7 +12,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import Report, ReportKind, Stuck, UnexpectedReport
+from kvobs.state.transfers import Load, Report, ReportKind, Stuck, UnexpectedReport
+from tests.support.reports import report as of_one
 
 REQUESTS = ("r0", "r1", "r2")
 CONNECTORS = (0, 1)
@@ -27,7 +28,7 @@ ranks = st.sampled_from(RANKS)
 
 
 def report(kind: ReportKind, request: str, index: int, rank: int = 0) -> Report:
-    return Report(rank, kind, request, index, 0)
+    return of_one(rank, kind, request, index)
 
 
 @dataclass
@@ -111,7 +112,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         name = "load" if kind is ReportKind.RECEIVED else "failure"
         if blames and kind is not ReportKind.FAILED:
             name = "blocks"
-        assert unexpected == (None if owns else UnexpectedReport(index, name, request))
+        assert unexpected == ([] if owns else [UnexpectedReport(index, name, request)])
         if noted is not None and (owns or blames) and noted.echo == "none":
             noted.failed |= kind in (ReportKind.FAILED, ReportKind.UNMAPPED_BAD_BLOCKS)
             noted.holed |= kind is ReportKind.BAD_BLOCKS
@@ -131,7 +132,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
 
     @rule(request=requests, index=connectors, rank=ranks)
     def report_sync(self, request: str, index: int, rank: int) -> None:
-        assert self.ledger.record(report(ReportKind.SYNC_DONE, request, index, rank)) is None
+        assert self.ledger.record(report(ReportKind.SYNC_DONE, request, index, rank)) == []
         noted = self.noted.get(request)
         if noted is not None and noted.load is not None and noted.load[:2] == (index, False):
             noted.arrived.add(rank)
@@ -141,7 +142,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         noted = self.noted.get(request)
         unexpected = self.ledger.record(report(ReportKind.SAVED, request, index, rank))
         if noted is None or (noted.finished and index not in noted.promised):
-            assert unexpected == UnexpectedReport(index, "save", request)
+            assert unexpected == [UnexpectedReport(index, "save", request)]
         if noted is not None and (not noted.finished or index in noted.promised):
             noted.saved.setdefault(index, set()).add(rank)
 
@@ -225,10 +226,10 @@ class LedgerAgainstModel(RuleBasedStateMachine):
     @rule(withdraws=st.none() | st.tuples(requests, connectors), reads=st.none() | requests)
     def settle(self, withdraws: tuple[str, int] | None = None, reads: str | None = None) -> None:
         """Do what the scheduler's side does with each step's output, and compare with the model."""
-        self._read_failures(reads)
         received: set[str] = set()
         sent: set[str] = set()
-        loads, saves = self.ledger.pop_completed_loads(), self.ledger.pop_completed_saves()
+        loads, saves, unexpected = self.ledger.settle((), self._read_failures(reads))
+        assert unexpected == []
         for request in saves:
             assert self.noted[request].saves_are_over(), "handed out before all promises are met"
         loads += [request for request, noted in self.noted.items() if noted.load_added and request not in loads]
@@ -236,42 +237,51 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         if withdraws is not None and withdraws[0] in saves:
             self._withdraw(*withdraws)
             saves = [request for request in saves if self.noted[request].saves_are_over()]
-        received.update(filter(self._close_load, loads))
-        for request in (*saves, *self.ledger.pop_completed_saves()):
-            assert self.noted[request].saves_are_over()
+        for request in loads:
+            assert self.noted[request].load_is_over(), "closed before its owner finished on every rank"
+        closed = self.ledger.close(loads, saves)
+        assert [request for request, _ in closed.loads] == loads
+        received.update(request for request, load in closed.loads if self._close_load(request, load))
+        for request, index, save in closed.saves:
+            noted = self.noted[request]
+            assert noted.saves_are_over()
+            assert save.done
+            assert index in noted.promised.keys() - noted.done
+            noted.done.add(index)
+        for request in saves:
             noted = self.noted[request]
             noted.saves_added = False
-            assert set(self.ledger.close_saves(request)) <= set(noted.promised)
-            noted.done.update(noted.promised)
+            assert noted.done >= set(noted.promised)
         for request, noted in list(self.noted.items()):
             assert not (noted.load is not None and noted.load_is_over()), "a load that is in was not handed out"
             if noted.finished and noted.load is None and noted.done >= set(noted.promised):
                 if noted.awaited:
                     (sent if noted.held else received).add(request)
                 del self.noted[request]
-        assert self.ledger.pop_completed_saves() == self.ledger.pop_completed_loads() == []
-        assert self.ledger.take_received() == received
-        assert self.ledger.take_sent() == sent
+        assert self.ledger.settle((), ()) == ([], [], [])
+        assert not self.ledger.has_ended
+        assert closed.received == received
+        assert closed.sent == sent
         echoes = self.ledger.take_failures()
         assert set(echoes) == {r for r, t in self.noted.items() if t.failed and t.echo == "none" and _in(t)}
         for request in echoes:
             self.noted[request].echo = "ordered"
 
-    def _read_failures(self, reads: str | None) -> None:
-        """Let vLLM read those ordered, and one that has not been yet, or is of an earlier load."""
+    def _read_failures(self, reads: str | None) -> list[str]:
+        """Return what vLLM reads: those ordered, and one that has not been yet, or is of an earlier load."""
+        read = []
         for request, noted in self.noted.items():
             is_known = noted.failed and _in(noted)
             if request == reads and not is_known:
-                self.ledger.failure_reported(request)
+                read.append(request)
             if noted.echo == "ordered" or (request == reads and is_known and noted.echo == "none"):
                 noted.echo = "done"
-                self.ledger.failure_reported(request)
+                read.append(request)
+        return read
 
-    def _close_load(self, request: str) -> bool:
-        """Close a load that is in; return whether vLLM goes on with its request."""
+    def _close_load(self, request: str, load: Load) -> bool:
+        """Note a load that was closed; return whether vLLM goes on with its request."""
         noted = self.noted[request]
-        assert noted.load_is_over(), "closed before its owner finished on every rank"
-        load: Any = self.ledger.close_load(request)
         assert noted.load is not None
         assert load.failed >= (noted.failed or noted.holed)
         assert load.aborted is (noted.finished and load.is_async)
@@ -374,12 +384,11 @@ def test_a_load_that_its_connector_withdrew_can_still_fail() -> None:
     """Nobody reports it any more: whoever gives it up must be able to end it."""
     ledger = opened(expected=1)
     ledger.record(report(ReportKind.RECEIVED, "r", 0))
-    assert ledger.pop_completed_loads() == ["r"]
+    assert ledger.settle((), ()).loads == ["r"]
     assert ledger.fail("r", 5)
     assert not ledger.fail("r", 6), "it has failed already"
     assert ledger.take_failures() == ("r",)
-    ledger.failure_reported("r")
-    load: Any = ledger.close_load("r")
+    ((_, load),) = ledger.close(ledger.settle((), ["r"]).loads, []).loads
     assert load.failed
 
 
@@ -388,11 +397,9 @@ def test_after_an_abort_between_two_ranks_receipts_the_blocks_are_held_until_the
     ledger = opened()
     ledger.record(report(ReportKind.RECEIVED, "r", 0, 0))
     assert ledger.finish("r", []).aborted is ledger.load("r")
-    assert (ledger.pop_completed_loads(), ledger.take_received()) == ([], set())
-    ledger.record(report(ReportKind.RECEIVED, "r", 0, 1))
-    assert ledger.pop_completed_loads() == ["r"]
-    assert ledger.close_load("r") is not None
-    assert ledger.take_received() == {"r"}
+    assert ledger.settle((), ()).loads == []
+    assert ledger.settle([report(ReportKind.RECEIVED, "r", 0, 1)], ()).loads == ["r"]
+    assert ledger.close(["r"], []).received == {"r"}
     assert (list(ledger), len(ledger.incomplete)) == ([], 0)
 
 
@@ -402,13 +409,11 @@ def test_a_failure_that_is_read_twice_ends_one_load() -> None:
     ledger.record(report(ReportKind.FAILED, "r", 0))
     assert ledger.fail("r", 5)
     assert ledger.take_failures() == ("r",)
-    ledger.failure_reported("r")
-    assert ledger.pop_completed_loads() == ["r"]
-    assert ledger.close_load("r") is not None
+    assert ledger.settle((), ["r"]).loads == ["r"]
+    assert ledger.close(["r"], []).loads
     ledger.propose("r", (1, True))
     ledger.admit("r", 16, 2)
-    ledger.failure_reported("r")
-    assert ledger.pop_completed_loads() == []
+    assert ledger.settle((), ["r"]).loads == []
 
 
 @pytest.mark.parametrize("sibling_is_first", [True, False])
@@ -421,14 +426,15 @@ def test_the_end_of_a_load_is_that_of_its_connectors_promise_where_it_reports_no
         ledger.record(report(ReportKind.SAVED, "r", 1), 20)
     for rank in (0, 1):
         ledger.record(report(ReportKind.RECEIVED, "r", 0, rank), 30)
-    assert ledger.close_load("r", 40) is not None
+    closed = ledger.close(["r"], [], 40)
     assert ledger.take_stuck(100, 2) == []
-    assert ledger.pop_completed_saves() == ["r"] * sibling_is_first
+    assert bool(closed.saves) is sibling_is_first
     if not sibling_is_first:
-        ledger.record(report(ReportKind.SAVED, "r", 1), 50)
-        assert ledger.pop_completed_saves() == ["r"]
-    assert ledger.close_saves("r")[0].arrived == {0: 40, 1: 40}
-    assert ledger.take_sent() == {"r"}
+        assert ledger.settle([report(ReportKind.SAVED, "r", 1)], (), 50).saves == ["r"]
+        closed = ledger.close([], ["r"], 60)
+    (_, index, save), (_, sibling, _) = closed.saves
+    assert (index, sibling, save.arrived) == (0, 1, {0: 40, 1: 40})
+    assert closed.sent == {"r"}
     assert list(ledger) == []
     assert [len(each) for index in (0, 1) for each in ledger.in_flight[index].values()] == [0] * 6
 
@@ -438,7 +444,7 @@ def test_saves_of_a_live_request_are_not_closed() -> None:
     ledger = Ledger()
     ledger.arrive("r")
     ledger.record(report(ReportKind.SAVED, "r", 0))
-    assert ledger.close_saves("r") == ledger.close_saves("unknown") == {}
+    assert ledger.close([], ["r", "unknown"]) == ([], [], set(), set())
     assert ledger.finish("r", [(0, 1)]).early
 
 
@@ -448,8 +454,8 @@ def test_abandoned_transfer_completes_once() -> None:
     assert ledger.give_up(0, 9, 20) == (1, 0), "the save began later"
     assert ledger.give_up(0, 10, 20) == (0, 1)
     assert ledger.take_failures() == ("r",)
-    assert ledger.pop_completed_saves() == ["s"]
-    (save,) = ledger.close_saves("s").values()
+    assert ledger.settle((), ()).saves == ["s"]
+    ((_, _, save),) = ledger.close([], ["s"]).saves
     assert save.is_abandoned
     assert save.outcome == "abandoned"
 
@@ -462,8 +468,7 @@ def test_stuck_transfer_is_not_stuck_again_when_a_rank_reports() -> None:
     assert ledger.take_stuck(10, 3) == [(0, Stuck("load", "r", (1,)))], "since the first report"
     ledger.record(report(ReportKind.RECEIVED, "r", 0, 0), 30)
     assert ledger.take_stuck(40, 3) == []
-    ledger.record(report(ReportKind.RECEIVED, "r", 0, 1), 50)
-    assert ledger.pop_completed_loads() == ["r"], "late is not lost"
+    assert ledger.settle([report(ReportKind.RECEIVED, "r", 0, 1)], (), 50).loads == ["r"], "late is not lost"
 
 
 def test_a_save_that_was_half_reported_before_its_promise_waits_since_the_promise() -> None:
@@ -501,9 +506,8 @@ def test_a_save_that_its_connector_withdraws_waits_for_new_reports_also_after_it
     ledger = Ledger()
     ledger.finish("r", [(0, 1)], 10)
     assert ledger.give_up(0, 10, 20) == (0, 1)
-    assert ledger.pop_completed_saves() == ["r"]
+    assert ledger.settle((), ()).saves == ["r"]
     assert ledger.reopen_save("r", 0)
-    ledger.record(report(ReportKind.SAVED, "r", 0))
-    assert ledger.pop_completed_saves() == ["r"]
-    (save,) = ledger.close_saves("r").values()
+    assert ledger.settle([report(ReportKind.SAVED, "r", 0)], ()).saves == ["r"]
+    ((_, _, save),) = ledger.close([], ["r"]).saves
     assert save.outcome == "ok"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from kvobs.state.request_report import LOADS_AT_MOST, RequestReport
-from kvobs.state.transfers import Gain, Load, Report, ReportKind
+from kvobs.state.transfers import Gain, Load
 
 NAMES = ("cpu", "disk", "remote")
 MS = 1_000_000
@@ -21,7 +21,7 @@ def load(index: int = 0, **more: Any) -> Load:
 def in_after(ms: int, loaded: Load) -> Load:
     """Let the load's only rank report so long after it was opened."""
     loaded.arrived[0] = loaded.opened_ns + ms * MS
-    loaded.ranks[0] = Report(0, ReportKind.RECEIVED, "r", loaded.connector_index, 0, ms * MS)
+    loaded.ranks[0] = 0, ms * MS, 0
     return loaded
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import InProgress, Load, Report, ReportKind, Save, Slowest
-from tests.support.reports import took
+from kvobs.state.transfers import InProgress, Load, ReportKind, Save, Slowest, Times
+from tests.support.reports import report, took
 
 
 @pytest.mark.parametrize(
@@ -17,11 +17,11 @@ from tests.support.reports import took
         (1, took(5, 9), Slowest(1, 4)),
         (1, took(5), None),
         (3, took(5, 9), None),
-        (2, took(5) | {1: Report(1, ReportKind.SAVED, "r", 0, 109)}, Slowest(0, 5)),
+        (2, took(5) | {1: (109, 0, 0)}, Slowest(0, 5)),
     ],
     ids=["two", "three", "one is enough", "alone", "one is missing", "one reported before the order"],
 )
-def test_the_slowest_rank_took_longest(expected: int, ranks: dict[int, Report], slowest: Slowest | None) -> None:
+def test_the_slowest_rank_took_longest(expected: int, ranks: dict[int, Times], slowest: Slowest | None) -> None:
     assert Load(0, 1, True, expected, ranks=ranks).slowest == Save(expected=expected, ranks=ranks).slowest == slowest
 
 
@@ -57,10 +57,10 @@ def test_no_clock_of_a_rank_changes_a_number(kind: ReportKind, ranks: list[tuple
             _, late, spent, more = ranks[rank]
             began = start + late + offset
             read = max(read, start + late + spent + more)
-            ledger.record(Report(rank, kind, "r", 0, began + spent, spent, began), read)
+            ledger.record(report(rank, kind, "r", 0, began + spent, spent, began), read)
         if load is not None:
             return load.duration_ns, load.slowest
-        (save,) = ledger.close_saves("r").values()
+        ((_, _, save),) = ledger.close([], ["r"]).saves
         return max(save.arrived.values()) - save.promised_ns, save.slowest
 
     found = numbers([offset for offset, *_ in ranks])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from kvobs.schema.spans import Reason, Record
-from kvobs.state.transfers import Gain, Load, Report, ReportKind, Save
+from kvobs.state.transfers import Gain, Load, Save, Times
 from kvobs.telemetry.tracing.journal import GROUP_AT_MOST
 from kvobs.telemetry.tracing.request_spans import Opened, RequestSpans, Trace
 from kvobs.telemetry.tracing.trace_context import TraceContext
@@ -122,10 +122,10 @@ def test_ids_of_any_length_are_cut(request_id: str) -> None:
     assert len(str(found.attributes["gen_ai.request.id"])) <= 256
 
 
-def part(rank: int, began_ns: int, ended_ns: int, spent_ns: int | None = None) -> Report:
-    """Return a rank's report: if not said how long it took, then from its begin, if that is known, to its end."""
+def part(began_ns: int, ended_ns: int, spent_ns: int | None = None) -> Times:
+    """Return a rank's times: if not said how long it took, then from its begin, if that is known, to its end."""
     spent_ns = spent_ns if spent_ns is not None else ended_ns - began_ns if began_ns else 0
-    return Report(rank, ReportKind.RECEIVED, "r", 1, ended_ns, spent_ns, began_ns)
+    return ended_ns, spent_ns, began_ns
 
 
 def load_of(*, is_async: bool = True, ms: int = 5, ranks: int = 1, **more: Any) -> Load:
@@ -133,7 +133,7 @@ def load_of(*, is_async: bool = True, ms: int = 5, ranks: int = 1, **more: Any) 
     began = 1_000 * MS
     took = {rank: (ms - (ranks - 1 - rank)) * MS for rank in range(ranks)}
     arrived = {rank: began + ns for rank, ns in took.items()}
-    reports = {rank: part(rank, began + MS, began + MS + ns, ns) for rank, ns in took.items()}
+    reports = {rank: part(began + MS, began + MS + ns, ns) for rank, ns in took.items()}
     return Load(1, 64, is_async, ranks, opened_ns=began, arrived=arrived, ranks=reports, size=640, **more)
 
 
@@ -203,7 +203,7 @@ def test_whatever_clocks_say_no_span_ends_before_it_begins_and_a_ranks_span_has_
     is_async: bool, opened_ns: int, ranks: dict[int, tuple[int, int, int]], outcome: dict[str, Any]
 ) -> None:
     arrived = {rank: arrived for rank, (_, _, arrived) in ranks.items()}
-    reports = {rank: part(rank, began, began + spent) for rank, (began, spent, _) in ranks.items()}
+    reports = {rank: part(began, began + spent) for rank, (began, spent, _) in ranks.items()}
     load = Load(0, 16, is_async, 1, opened_ns=opened_ns, arrived=arrived, ranks=reports, **outcome)
     _, *parts = Writer().loaded(trace_of(), load)
     assert {(one.attributes["kv_transfer.rank"], one.start_ns, one.end_ns) for one in parts} == {
@@ -227,7 +227,7 @@ def save_of(**more: Any) -> Save:
 
 def test_a_save_is_held_from_the_promise_to_its_release() -> None:
     head, *ranks = Writer().saved(
-        trace_of(), save_of(arrived={0: 200, 1: 400}, ranks={0: part(0, 120, 150), 1: part(1, 120, 350)}), 400
+        trace_of(), save_of(arrived={0: 200, 1: 400}, ranks={0: part(120, 150), 1: part(120, 350)}), 400
     )
     assert (head.title, head.span_id, head.parent_id) == ("kv.save cpu", "3" * 16, SAMPLED.span_id)
     assert (head.start_ns, head.end_ns, head.observed_ns) == (100, 400, 300)
@@ -239,5 +239,5 @@ def test_a_save_is_held_from_the_promise_to_its_release() -> None:
 
 
 def test_a_save_that_was_done_before_its_promise_has_no_length_and_no_ranks() -> None:
-    (head,) = Writer().saved(trace_of(), save_of(arrived={0: 50}, ranks={0: part(0, 20, 50)}), 100)
+    (head,) = Writer().saved(trace_of(), save_of(arrived={0: 50}, ranks={0: part(20, 50)}), 100)
     assert (head.start_ns, head.end_ns, head.observed_ns) == (100, 100, 0)

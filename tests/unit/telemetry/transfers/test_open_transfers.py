@@ -8,10 +8,11 @@ from kvobs.clock import wall_ns
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.ledger import Ledger
-from kvobs.state.transfers import InProgress, Report, ReportKind, Stuck
+from kvobs.state.transfers import InProgress, ReportKind, Stuck
 from kvobs.telemetry.transfers import open_transfers
 from kvobs.telemetry.transfers.open_transfers import OpenTransfers
 from tests.support.numbers import taken
+from tests.support.reports import report
 
 RANKS = 2
 TOKENS = 16
@@ -21,7 +22,7 @@ def half_loaded(ledger: Ledger, requests: int, expected: int = RANKS) -> None:
     for i in range(requests):
         ledger.propose(f"r{i}", (1, True))
         ledger.admit(f"r{i}", TOKENS, expected)
-        ledger.record(Report(0, ReportKind.RECEIVED, f"r{i}", 1, 0), now_ns=1)
+        ledger.record(report(0, ReportKind.RECEIVED, f"r{i}", 1), now_ns=1)
 
 
 def watched(
@@ -55,7 +56,7 @@ def test_young_transfers_are_not_stuck(caplog: pytest.LogCaptureFixture) -> None
     ledger, recorder = Ledger(), Recorder(2)
     ledger.propose("r", (0, True))
     ledger.admit("r", 16, RANKS)
-    ledger.record(Report(0, ReportKind.RECEIVED, "r", 0, 0), now_ns=wall_ns())
+    ledger.record(report(0, ReportKind.RECEIVED, "r"), now_ns=wall_ns())
     watched(ledger, recorder, 1000).awaiting_ranks()
     assert caplog.text == ""
     assert taken(recorder).opened == []
