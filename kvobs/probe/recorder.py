@@ -109,6 +109,15 @@ class Recorder:
         except Exception:
             faults.contain("record")
 
+    def count_all(self, index: int, *counts: tuple[int, int]) -> None:
+        """Add to several slots of this connector, each with its number, as ``count`` does to one."""
+        try:
+            first, add_at = self._firsts[index], self.page.add_at
+            for slot, n in counts:
+                add_at(first + slot, n)
+        except Exception:
+            faults.contain("record")
+
     @contained("record")
     def observe(self, index: int, signal: Signal, ns: int, *values: str) -> None:
         """Add a duration to a histogram of this connector."""

@@ -230,8 +230,8 @@ class Completions:
             meta = checked(meta, len(self.connectors), self.ranks)
             reports = self._reports_of(meta) if meta is not None else ()
             loads, saves, unexpected = self.ledger.settle(reports, failed_loads(output), wall_ns())
-            for unexpected in unexpected:
-                self.observer.unexpected(unexpected)
+            for report in unexpected:
+                self.observer.unexpected(report)
             failed_syncs = self._note_bad_blocks(reports, output.invalid_block_ids)
             sent = self._sent(saves, reports, is_aggregated=output.expected_finished_count > 0)
         if loads or sent or self.view.is_watched:

@@ -37,18 +37,20 @@ class SlowLoads(Observer):
         if load.failed or load.aborted:
             return
         name, recent = self._of[load.connector_index]
-        slowest = load.slowest
-        recent.slow.append(load.duration_ns > self._slow_ns)
-        recent.late.append(slowest.rank if slowest is not None and slowest.skew_ns >= LATE_NS else None)
-        if recent.slow[-1] and not recent.has_been_slow:
+        slowest, is_slow = load.slowest, load.duration_ns > self._slow_ns
+        late = slowest.rank if slowest is not None and slowest.skew_ns >= LATE_NS else None
+        recent.slow.append(is_slow)
+        recent.late.append(late)
+        if is_slow and not recent.has_been_slow:
             recent.has_been_slow = True
             text = (
                 "connector %r took %.3g s to load %d tokens of request %s, longer than slow_load_ms; further slow "
                 "loads are only traced"
             )
             log.warning(text, name, load.duration_ns / 1e9, load.tokens, line(request_id))
-        self._judge_slowness(name, recent)
-        if recent.late_rank is not None or recent.late.count(None) < len(recent.late):
+        if is_slow or recent.is_slow:  # a good load changes no good verdict
+            self._judge_slowness(name, recent)
+        if late is not None or recent.late_rank is not None:
             self._judge_ranks(name, recent)
 
     def _judge_slowness(self, name: str, recent: _Recent) -> None:

@@ -11,6 +11,8 @@ from kvobs.state.events import Observer
 from kvobs.state.transfers import Gain, Load, Save, Slowest, UnexpectedReport
 
 _LOADS = {labels: signals.slot(signals.LOADS, *labels) for labels in product(*signals.LOADS.labels.values())}
+_DURATIONS = {mode: signals.slot(signals.LOAD_DURATION, mode) for mode in signals.LOAD_DURATION.labels["mode"]}
+_DURATION_SUM = signals.LOAD_DURATION.sum_offset
 _LOAD_TOKENS = signals.slot(signals.LOAD_TOKENS)
 _LOAD_BYTES = signals.slot(signals.LOAD_BYTES)
 _RECOMPUTED = signals.slot(signals.RECOMPUTED_TOKENS)
@@ -68,13 +70,14 @@ class Outcomes(Observer):
             if not load.aborted:
                 self._failed(load)
             return
-        count, mode = self._recorder.count, _mode(load)
-        count(load.connector_index, _LOAD_TOKENS, load.tokens)
-        count(load.connector_index, _LOAD_BYTES, load.size)
+        moved = (_LOAD_TOKENS, load.tokens), (_LOAD_BYTES, load.size)
         if load.aborted:  # counted when its request ended
+            self._recorder.count_all(load.connector_index, *moved)
             return
-        count(load.connector_index, _LOADS[mode, "ok"])
-        self._recorder.observe(load.connector_index, signals.LOAD_DURATION, load.duration_ns, mode)
+        mode, ns = _mode(load), max(0, load.duration_ns)
+        durations = _DURATIONS[mode]
+        observed = (durations + signals.LOAD_DURATION.bucket(ns), 1), (durations + _DURATION_SUM, ns)
+        self._recorder.count_all(load.connector_index, *moved, (_LOADS[mode, "ok"], 1), *observed)
         self._compare_ranks(load.connector_index, load.slowest, "load")
 
     def _failed(self, load: Load) -> None:
