@@ -19,7 +19,7 @@ def details() -> list[Section]:
             repeats=True,
         ),
         Section("Calls by hook", [(8, [(24, _calls())])], collapsed=True),
-        Section("Bytes and saved tokens", [(8, [(8, _bytes()), (8, _link_share()), (8, _saved())])], collapsed=True),
+        Section("Bytes", [(8, [(12, _bytes()), (12, _link_share())])], collapsed=True),
         Section(
             "Quarantine and connector faults (quarantine requires the option best_effort)",
             [
@@ -137,20 +137,6 @@ def _link_share() -> Panel:
         of_connector(questions.link_share()),
         of_connector(questions.link_share(at_most=True), "at most", dashed=True),
         unit="percentunit",
-    )
-
-
-def _saved() -> Panel:
-    return lines(
-        "Tokens saved (tokens/s)",
-        About(
-            "Tokens per second that the connector stored in each medium, according to its KV cache events.",
-            "They fill and wear a disk or a remote store; a token in memory and on disk counts in both.",
-            "Far above the tokens that are computed: blocks are stored again and again.",
-            "No data: the connector does not report it, or vLLM's --kv-events-config is off.",
-        ),
-        Query(SELECTION.rate(signals.SAVE_TOKENS, "connector", "medium"), "{{connector}} {{medium}}"),
-        unit="short",
     )
 
 

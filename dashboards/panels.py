@@ -29,7 +29,7 @@ Panel = Builder[model.Panel]
 PROMETHEUS = common.DataSourceRef(type_val="prometheus", uid="${prometheus_datasource}")
 TEMPO = common.DataSourceRef(type_val="tempo", uid="${tempo_datasource}")
 
-METRIC = re.compile(r"\bkvobs_\w+|\bvllm\[:_\]\w+|\b(?:process|otelcol)_\w+|\bALERTS\b")
+METRIC = re.compile(r"\bkvobs_\w+|\b(?:vllm|lmcache)\[:_\]\w+|\bmaster_\w+|\b(?:process|otelcol)_\w+|\bALERTS\b")
 CONNECTOR_LEGEND = "#{{index}} {{connector}}"
 VERDICT_WINDOW = "2m"  # a verdict over less would flicker where requests are few
 
@@ -59,6 +59,7 @@ class Query:
     color: str = ""  # where the meaning has one
     width: int = 1
     dashed: bool = False
+    unit: str = ""  # where it is not the panel's
 
 
 def of_connector(expr: str, what: str = "", *, dashed: bool = False) -> Query:
@@ -165,6 +166,8 @@ def lines(
         panel.with_target(_target(query, index).range().exemplar(exemplars and "_bucket" in query.expr))
         if query.color:
             panel.override_by_query(ref_id(index), [*_color(query.color), _property("custom.lineWidth", query.width)])
+        if query.unit:
+            panel.override_by_query(ref_id(index), [_property("unit", query.unit)])
         if query.dashed:
             panel.override_by_query(ref_id(index), [_property("custom.lineStyle", {"fill": "dash", "dash": [6, 6]})])
     if any(query.legend.startswith(CONNECTOR_LEGEND) for query in queries):

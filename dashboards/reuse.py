@@ -1,4 +1,4 @@
-"""Panels about reuse: what share of the prompts a cache of any size would serve, and where their tokens came from."""
+"""Panels about reuse: what a cache of any size would serve, where tokens came from, what stores hold and forget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _BY_SOURCE = "prompt_tokens_by_source_total"
 
 def reuse() -> Section:
     """Return the section of the board *Connector*."""
-    return Section("Reuse: what a cache could serve", [(9, [(12, _curve()), (12, _parts())])], collapsed=True)
+    lines_of_panels = [(9, [(12, _curve()), (12, _parts())]), (9, [(12, _held()), (12, _evicted())])]
+    return Section("Reuse: what a cache could serve", lines_of_panels, collapsed=True)
 
 
 def hits_by_size() -> str:
@@ -131,4 +132,59 @@ def _parts() -> Panel:
         Query(SELECTION.rate(signals.PROMPT_TAIL_TOKENS), "no full block"),
         unit="short",
         stacked=True,
+    )
+
+
+def _of_store(name: str, how: str = "sum") -> str:
+    """Return a gauge of a store's own package: it has no labels of an engine."""
+    return f'{how} ({{__name__=~"{name}",cluster=~"$cluster"}})'
+
+
+def _held() -> Panel:
+    full = ratio(_of_store("master_allocated_bytes"), _of_store("master_total_capacity_bytes"))
+    pinned = VLLM.vllm_gauge("kv_offload_cpu_cache_usage_perc", "connector", how="max")
+    return lines(
+        "Tokens in each store; its size (dashed)",
+        About(
+            "Tokens that each medium of a connector holds, by its KV cache events, and the size that its options "
+            "state (dashed). Then what stores themselves report, each in its unit.",
+            "At its size a store is full, and evicts: see the panel to the right.",
+            "No tokens: switch events on (docs/metrics.md). Far below its size for hours: it is larger than the "
+            "traffic needs, or does not store what it should.",
+            "A share that vLLM reports is of memory in transfers, not of memory in use: a full store may show 0. "
+            "Tokens are absent where events do not report evictions.",
+        ),
+        Query(SELECTION.gauge(signals.STORED_TOKENS, "connector", "medium"), "{{connector}} {{medium}}"),
+        Query(SELECTION.gauge(signals.CAPACITY_TOKENS, "connector"), "{{connector}} size", dashed=True),
+        Query(pinned, "{{connector}} in transfers (OffloadingConnector)", looks.VLLM, unit="percentunit"),
+        Query(
+            VLLM.vllm_gauge("simple_kv_offload_used_blocks", "connector"),
+            "{{connector}} blocks in transfers (SimpleCPUOffloadConnector)",
+            looks.VLLM,
+            unit="none",
+        ),
+        Query(_of_store("lmcache[:_]local_cache_usage"), "LMCache's memory", unit="bytes"),
+        Query(full, "Mooncake's memory", unit="percentunit"),
+        unit="short",
+    )
+
+
+def _evicted() -> Panel:
+    return lines(
+        "Tokens saved and evicted (tokens/s)",
+        About(
+            "Tokens per second that the connector stored in each medium, and evicted from it (dashed), according to "
+            "its KV cache events.",
+            "Both lines alike: the store is full, and each token takes the place of another. Saves fill and wear a "
+            "disk or a remote store; a token in memory and on disk counts in both.",
+            "Saved far above the tokens that are computed: blocks are stored again and again.",
+            "No data: the connector does not report it, or vLLM's --kv-events-config is off.",
+        ),
+        Query(SELECTION.rate(signals.SAVE_TOKENS, "connector", "medium"), "{{connector}} {{medium}} saved"),
+        Query(
+            SELECTION.rate(signals.EVICTED_TOKENS, "connector", "medium"),
+            "{{connector}} {{medium}} evicted",
+            dashed=True,
+        ),
+        unit="short",
     )

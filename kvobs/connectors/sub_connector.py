@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-from kvobs import faults
 from kvobs.connectors.answers import read_layout
 from kvobs.connectors.endings import must_pass
 from kvobs.connectors.gate import Gate
+from kvobs.connectors.kv_events import KvEvents, evicts
 from kvobs.connectors.specs import ConnectorSpec
 from kvobs.log import line, log
 from kvobs.page.writer import STOPS
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCall
 from kvobs.probe.pure import Call
 from kvobs.probe.recorder import Recorder
-from kvobs.schema import signals
 from kvobs.schema.config import PATH
 from kvobs.schema.signals import TIMED
 from kvobs.state.cache_layout import full_group
@@ -39,7 +37,6 @@ UNTIMED = frozenset(
     for name, function in vars(KVConnectorBase_V1).items()
     if name in TIMED and TIMED[name].cadence is Cadence.STEP and name not in CALLS_ANOTHER
 )
-_EVENTS = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "removed"}
 
 
 @dataclass(eq=False, repr=False)
@@ -63,6 +60,8 @@ class SubConnector:
 
     def __post_init__(self) -> None:
         self._bound: dict[str, Call] = {}
+        known = evicts(type(self.wrapped))
+        self.kv_events = KvEvents(self.recorder, self.index, group=self.full_group, evicts=known)
         self.implemented: frozenset[str] = frozenset()
         """The hooks that it implements: they have an effect, or an answer that is not a constant."""
         self.bind()
@@ -92,8 +91,9 @@ class SubConnector:
         """Return a hook's call in all that surrounds it, from the inside: drained, recorded, in its trace, guarded."""
         call = method
         if hook.combine is Combine.CHAIN:
-            count = partial(count_events, self.recorder, self.index, group=self.full_group)
-            call = partial(_drained, method, count)
+            call = partial(_drained, method, self.kv_events)
+        elif hook.name == "reset_cache":
+            call = partial(_reset, method, self.kv_events)
         if hook.name in self.implemented and getattr(method, "__func__", None) not in UNTIMED:
             call = self.recorder.timed(self.index, hook.name, call)
             if self.activated is not None and hook.cadence is Cadence.REQUEST:
@@ -111,32 +111,20 @@ class SubConnector:
         return LayerCall(self.index, call if self.gate is None else self.gate.guard_layer(hook, call))
 
 
-def _drained(call: Call, count: Callable[[Sequence[Any]], None], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _drained(call: Call, kv_events: KvEvents, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return all items of a generator, so that its errors and its time belong to the call; count them, if any."""
     items = tuple(call(*args, **kwargs) or ())
-    if items:
-        count(items)
+    if items or kv_events.was_reset:
+        kv_events.count(items)
     return items
 
 
-@faults.contained("record")
-def count_events(recorder: Recorder, index: int, events: Sequence[Any], group: int) -> None:
-    """Count KV cache events and stored tokens by medium; events of unknown types are left out.
-
-    KV cache groups store the same tokens: events of ``group`` count, and events of connectors that name no group.
-    """
-    counts = Counter[int]()
-    for event in events:
-        if (kind := type(event).__name__) not in _EVENTS:
-            continue
-        medium = str(getattr(event, "medium", None)).lower()
-        where = medium if medium in signals.KV_EVENTS.labels["medium"] else signals.OTHER
-        counts[signals.slot(signals.KV_EVENTS, _EVENTS[kind], where)] += 1
-        if kind == "BlockStored" and getattr(event, "group_idx", None) in (None, group):
-            counts[signals.slot(signals.SAVE_TOKENS, where)] += len(getattr(event, "token_ids", None) or ())
-    for slot, n in counts.items():
-        if n:
-            recorder.count(index, slot, n)
+def _reset(call: Call, kv_events: KvEvents, *args: Any, **kwargs: Any) -> Any:
+    """Return a connector's answer to a reset, after noting that it is empty."""
+    answer = call(*args, **kwargs)
+    if answer is True:
+        kv_events.reset()
+    return answer
 
 
 class Unbuilt(KVConnectorBase_V1, SupportsHMA):

@@ -28,6 +28,8 @@ MEANINGS = {
     "was chosen",
     "saved": "tokens stored in memory and on disk, summed, from the connector's KV cache events; most connectors "
     "publish none",
+    "stored, evicted": "tokens that it holds now, of its size if its options state that, and tokens that it forgot; "
+    "from the same events",
     "load p50, p99, mean": "duration of successful loads; p50 and p99 are the middle of a bucket, accurate to 10 %",
     "sched busy": "share of the time that the scheduler spent in calls into the connector: no step runs meanwhile",
     "stall": "time that steps waited for loads and saves, summed over ranks",
@@ -63,6 +65,10 @@ def columns(*, since_start: bool, narrow: bool = False) -> list[Column]:
         Column("bytes", lambda c: amount(c.load_bytes_per_s), "load_bytes_per_s", f"{{}} bytes{per_s}"),
         Column("saved", lambda c: amount(c.save_tokens_per_s), "save_tokens_per_s", f"{{}} tokens{per_s} saved"),
         Column(
+            "evicted", lambda c: amount(c.evicted_tokens_per_s), "evicted_tokens_per_s", f"{{}} tokens{per_s} evicted"
+        ),
+        Column("stored", _stored, "stored_tokens", "{} tokens stored"),
+        Column(
             "lost to a shorter offer",
             lambda c: amount(c.lost_to_shorter_offer_per_s),
             "lost_to_shorter_offer_per_s",
@@ -79,6 +85,13 @@ def _gain(row: ConnectorRow, per_s: str) -> str:
     if row.gain_s_per_s is None:
         return no_estimate(row.prefills_seen) if row.loads_per_s else NONE
     return f"{signed_amount(row.gain_s_per_s)} of {amount(row.estimated_loads_per_s)} loads{per_s}"
+
+
+def _stored(row: ConnectorRow) -> str:
+    """Return what a store holds, of how much room."""
+    if row.stored_tokens is None:
+        return NONE
+    return amount(row.stored_tokens) + (f" of {amount(row.capacity_tokens)}" if row.capacity_tokens else "")
 
 
 def _slowest(row: ConnectorRow) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from kvobs.export.numbers import RUNNING, TTFT, WAITING, Numbers, Owner, Scrape, by_owner, change, has_restarted
 from kvobs.schema import signals
 from kvobs.schema.percentiles import quantile
+from kvobs.schema.signals import Signal
 from kvobs.schema.verdicts import IDLE, LOADABLE_SHARE, POLL_S, SERVES_OTHERS, UNSERVED_H, judge
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
@@ -26,6 +27,9 @@ class ConnectorRow:
     load_tokens_per_s: float
     load_bytes_per_s: float  # over all ranks
     save_tokens_per_s: float | None  # that it stored, summed over media; None: it does not report it
+    evicted_tokens_per_s: float | None  # the same of what it forgot
+    stored_tokens: int | None  # that it holds, summed over media; None: it does not report it
+    capacity_tokens: int | None  # its size, if its options state it
     lost_to_shorter_offer_per_s: float  # tokens beyond the offer of the connector that was chosen
     load_p50_s: float | None
     load_p99_s: float | None
@@ -151,7 +155,10 @@ def _connector_row(owner: Owner, numbers: Numbers, seconds: float) -> ConnectorR
         loads_per_s=numbers.total(signals.LOADS, outcome="ok") / seconds,
         load_tokens_per_s=numbers.total(signals.LOAD_TOKENS) / seconds,
         load_bytes_per_s=numbers.total(signals.LOAD_BYTES) / seconds,
-        save_tokens_per_s=numbers.total(signals.SAVE_TOKENS) / seconds if numbers.values(signals.SAVE_TOKENS) else None,
+        save_tokens_per_s=_reported(numbers, signals.SAVE_TOKENS, seconds),
+        evicted_tokens_per_s=_reported(numbers, signals.EVICTED_TOKENS, seconds),
+        stored_tokens=_integer(numbers, signals.STORED_TOKENS.name),
+        capacity_tokens=_integer(numbers, signals.CAPACITY_TOKENS.name),
         lost_to_shorter_offer_per_s=numbers.total(signals.UNUSED_HIT_TOKENS, reason="other_chosen") / seconds,
         load_p50_s=numbers.percentile(signals.LOAD_DURATION, 0.5),
         load_p99_s=numbers.percentile(signals.LOAD_DURATION, 0.99),
@@ -174,6 +181,11 @@ def _connector_row(owner: Owner, numbers: Numbers, seconds: float) -> ConnectorR
         call=call,
         call_s=call_s,
     )
+
+
+def _reported(numbers: Numbers, signal: Signal, seconds: float) -> float | None:
+    """Return a counter's rate over all its series; None without any."""
+    return numbers.total(signal) / seconds if numbers.values(signal) else None
 
 
 def _place(labels: Mapping[str, str]) -> str:

@@ -327,6 +327,18 @@ SAVE_TOKENS = Signal(
     "not report it (tokens).",
     {"medium": KV_EVENTS.labels["medium"]},
 )
+EVICTED_TOKENS = Signal(
+    "kvobs_evicted_tokens_total",
+    "Tokens that the connector evicted from a medium, according to its KV cache events; a cleared cache does not "
+    "count (tokens).",
+    {"medium": KV_EVENTS.labels["medium"]},
+)
+STORED_TOKENS = Signal(
+    "kvobs_stored_tokens",
+    "Tokens that a medium of the connector holds, according to its KV cache events: stored minus removed since the "
+    "start; absent if these are off, or do not report evictions or sizes (tokens).",
+    {"medium": KV_EVENTS.labels["medium"]},
+)
 BLOCK_COPY_DURATION = Signal(
     "kvobs_block_copy_duration_seconds",
     "Duration of block copies between the KV cache and the connector's host buffer.",

@@ -11,7 +11,7 @@ from kvobs.demo.model import LAYERS
 from kvobs.demo.run import host_memory, multi_connector
 from tests.engine.metered import BYTES_PER_TOKEN
 from tests.engine.readings import Growth
-from tests.engine.serving import ask_all, prompt, serve
+from tests.engine.serving import ask_all, prompt, serve, total
 
 pytestmark = pytest.mark.engine
 
@@ -34,6 +34,8 @@ def test_loads_and_saves_of_a_hybrid_model_are_what_its_connector_moved(model: P
         with Growth(server, connector="cpu") as grown:
             computed = ask_all(server, texts)
             assert grown.reaches(full_blocks, "kvobs_save_tokens_total", medium="cpu")
+        assert total(server, "kvobs_stored_tokens", medium="cpu") == full_blocks, "of the group with all tokens"
+        assert total(server, "kvobs_evicted_tokens_total") == total(server, "kvobs_capacity_tokens") == 0
         server.reset_prefix_cache()
         with Growth(server, connector="cpu") as grown:
             assert ask_all(server, texts) == computed

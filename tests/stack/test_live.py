@@ -40,12 +40,17 @@ WITHOUT_DATA: dict[str, str] = {
     **dict.fromkeys(("kvobs_peer_loads_total", "kvobs_peer_load_seconds_total"), NO_PEER),
     **dict.fromkeys((CALL_IN_PROGRESS.name, ENGINE_ENDED.name), NO_HANG),
     **{signal.name: BY_THE_API_SERVER for signal in SIGNALS if signal.scope is Scope.EXPORTER},
-    **dict.fromkeys(("kvobs_kv_events_total", "kvobs_save_tokens_total"), "no connector of this run has KV events"),
+    **{
+        f"kvobs_{name}": "no connector of this run has KV events"
+        for name in ("kv_events_total", "save_tokens_total", "evicted_tokens_total", "stored_tokens")
+    },
     "kvobs_request_log_dropped_total": "this run has no request log",
     "kvobs_corrupt_blocks_total": "no load of this run has wrong bytes",
 }
 """Metrics that such a run can't have, and why."""
 
+NO_STORE = "this run has no SimpleCPUOffloadConnector, LMCache or Mooncake"
+SAVED = "Tokens saved and evicted (tokens/s)"
 DROPPED = "Dropped spans and lines, malformed contexts; queued spans (dashed)"
 EMPTY: dict[str, str] = {
     "kvobs-itself: Engines (A)": BY_THE_API_SERVER,
@@ -57,7 +62,11 @@ EMPTY: dict[str, str] = {
         f"kvobs-itself: Spans lost in the collector (spans/s) ({ref})": "this run has no OpenTelemetry collector"
         for ref in "AB"
     },
-    "kvobs-connector: Tokens saved (tokens/s) (A)": WITHOUT_DATA["kvobs_save_tokens_total"],
+    **{
+        f"kvobs-connector: {panel}": WITHOUT_DATA["kvobs_save_tokens_total"]
+        for panel in ("Tokens in each store; its size (dashed) (A)", *(f"{SAVED} ({ref})" for ref in "AB"))
+    },
+    **{f"kvobs-connector: Tokens in each store; its size (dashed) ({ref})": NO_STORE for ref in "DEF"},
     f"kvobs-itself: {DROPPED} (B)": BY_THE_API_SERVER,
     f"kvobs-itself: {DROPPED} (C)": WITHOUT_DATA["kvobs_request_log_dropped_total"],
 }

@@ -3,7 +3,7 @@
 Metrics of vLLM and of the process come from another scrape job than kvobs's, so they carry no job, and with
 the exporter those of vLLM come from another port, so they carry no instance (``Selection.beside`` says whose they are).
 Some alerts are about no single target, so ``ALERTS`` may have no job or instance. A collector serves many engines, and
-is a separate target (``questions.collector_losses``).
+is a separate target (``questions.collector_losses``), as is a store of several engines.
 """
 
 import json
@@ -30,9 +30,11 @@ NOT_OURS = {
         "prompt_tokens_total", "prompt_tokens_by_source_total", "time_to_first_token_seconds_bucket",
         "inter_token_latency_seconds_bucket", "request_queue_time_seconds_bucket", "num_requests_waiting",
         "request_prefill_time_seconds_bucket", "num_requests_running", "kv_cache_usage_perc",
+        "kv_offload_cpu_cache_usage_perc", "simple_kv_offload_used_blocks",
     )),
     "process_start_time_seconds",
     *(f"otelcol_exporter_{what}_failed_spans{suffix}" for what in ("send", "enqueue") for suffix in ("", "_total")),
+    "lmcache[:_]local_cache_usage", "master_allocated_bytes", "master_total_capacity_bytes",
     "ALERTS", "up",
 }  # fmt: skip
 OF_ONE_ROLE = {"=kv_producer", "=kv_consumer"}
@@ -128,7 +130,7 @@ def selections(board: Board) -> list[str]:
         signal = QUERIED.get(metric(selector))
         labels = ["instance"] if metric(selector).startswith("process_") else ["model_name", "engine"]
         labels = ["job"] if metric(selector) == "up" else labels  # an instance that is gone can't be chosen
-        labels = [] if metric(selector).startswith("otelcol_") else labels
+        labels = [] if metric(selector).startswith(("otelcol_", "lmcache", "master_")) else labels
         labels += ["job", "instance"] if signal else []
         of = matchers(selector)
         is_about_engines = of.get("role") in OF_ONE_ROLE or of.get("connector") == ANY_CONNECTOR

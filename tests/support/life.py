@@ -239,8 +239,8 @@ class _Living:
         engine, near, far = self.engine, self.scripts["near"], self.scripts["far"]
         # Own stats, events, copies, a slow call, pauses, malformed trace contexts, and more spans than are kept.
         far.stats = [Stats(data={"n": n}) for n in (3, 4)]
-        stored = BlockStored([1], None, [1] * BLOCK, BLOCK, None, "CPU", None)
-        near.answers["take_events"] = [stored, BlockRemoved([1], "STORAGE")]
+        stored = BlockStored([1, 2], None, [1] * 2 * BLOCK, BLOCK, None, "CPU", None)
+        near.answers["take_events"] = [stored, BlockRemoved([1], "STORAGE"), BlockRemoved([2], "CPU")]
         engine.step()
         near.answers.clear()
         cache, buffer = {LAYER: torch.rand(16, 4)}, {LAYER: torch.zeros(8, 4)}

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 from kvobs.export.connector_rows import ConnectorRow, Server
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import __version__, signals
+from kvobs.schema.signals import slot
 from kvobs.schema.verdicts import STATES
 from tests.support.top_engines import count
 
@@ -18,10 +19,10 @@ GAINS = st.none() | st.floats(-8e8, 8e8)
 COUNTS = st.integers(0, 10**6)
 NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=40)
 ROWS = st.builds(
-    ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, *[AMOUNTS] * 3, MAYBE, AMOUNTS,
-    MAYBE, MAYBE, MAYBE, st.floats(0, 1), AMOUNTS, AMOUNTS, AMOUNTS, COUNTS, GAINS, AMOUNTS, AMOUNTS, MAYBE,
-    st.none() | st.sampled_from(("0", "127")), SHARES, COUNTS, COUNTS, AMOUNTS, st.booleans(), st.none() | NAMES, MAYBE,
-    st.sampled_from([state.name for state in STATES]), NAMES, AMOUNTS,
+    ConnectorRow, st.sampled_from(("0", "1", "10")), NAMES, NAMES, AMOUNTS, SHARES, *[AMOUNTS] * 3, MAYBE, MAYBE,
+    st.none() | COUNTS, st.none() | COUNTS, AMOUNTS, MAYBE, MAYBE, MAYBE, st.floats(0, 1), AMOUNTS, AMOUNTS, AMOUNTS,
+    COUNTS, GAINS, AMOUNTS, AMOUNTS, MAYBE, st.none() | st.sampled_from(("0", "127")), SHARES, COUNTS, COUNTS, AMOUNTS,
+    st.booleans(), st.none() | NAMES, MAYBE, st.sampled_from([state.name for state in STATES]), NAMES, AMOUNTS,
 )  # fmt: skip
 
 SERVERS = st.lists(
@@ -36,7 +37,8 @@ SERVERS = st.lists(
 # fmt: off
 CPU = ConnectorRow(
     "0", "cpu", "OffloadingConnector", lookups_per_s=3, hit_share=0.4, loads_per_s=1.2, load_tokens_per_s=224,
-    load_bytes_per_s=919e3, save_tokens_per_s=None, lost_to_shorter_offer_per_s=0, load_p50_s=0.067, load_p99_s=0.521,
+    load_bytes_per_s=919e3, save_tokens_per_s=None, evicted_tokens_per_s=None,
+    stored_tokens=None, capacity_tokens=None, lost_to_shorter_offer_per_s=0, load_p50_s=0.067, load_p99_s=0.521,
     load_mean_s=0.091, scheduler_s_per_s=0.002, load_stall_s_per_s=0.00005, save_stall_s_per_s=0,
     estimated_loads_per_s=1.2, prefills_seen=90, gain_s_per_s=0.04, failed_loads_per_s=0, exceptions_per_s=0,
     skew_p99_s=0.064, slowest_rank="0", slowest_rank_share=0.67, loads_open=0, saves_held=0, oldest_s=0,
@@ -69,6 +71,10 @@ def busy(recorder: Recorder) -> None:
     count(recorder, 0, signals.LOAD_BYTES, 10**9)
     count(recorder, 0, signals.SAVE_TOKENS, 320, "cpu")
     count(recorder, 0, signals.SAVE_TOKENS, 64, "storage")
+    count(recorder, 0, signals.EVICTED_TOKENS, 96, "cpu")
+    for medium, tokens in (("cpu", 1000), ("storage", 24)):
+        recorder.set_gauge(0, slot(signals.STORED_TOKENS, medium), tokens)
+    recorder.set_gauge(0, slot(signals.CAPACITY_TOKENS), 1500)
     count(recorder, 1, signals.UNUSED_HIT_TOKENS, 64, "other_chosen")
     for ms in (1, 3, 3, 100):
         recorder.observe(0, signals.LOAD_DURATION, ms * MS, "async")

@@ -160,8 +160,10 @@ ROWS: dict[Signal, dict[tuple[str, ...], Any]] = {
     signals.CORRUPT_BLOCKS: {("cpu", "1"): 1},
     signals.QUARANTINED: {("absent",): 1, ("flaky",): 0},  # enabled again by the last step
     signals.QUARANTINES: {("absent",): 1, ("flaky",): 1},
-    signals.KV_EVENTS: {("near", "stored", "cpu"): 1, ("near", "removed", "storage"): 1},
-    signals.SAVE_TOKENS: {("near", "cpu"): BLOCK},
+    signals.KV_EVENTS: {("near", "stored", "cpu"): 1, **{("near", "removed", of): 1 for of in ("cpu", "storage")}},
+    signals.SAVE_TOKENS: {("near", "cpu"): 2 * BLOCK},
+    signals.EVICTED_TOKENS: {("near", "cpu"): BLOCK},
+    signals.STORED_TOKENS: {("near", "cpu"): BLOCK},
     signals.BLOCK_COPY_DURATION: {("far", "d2h"): (1, MORE)},
     signals.BLOCK_COPY_BYTES: {("far", "d2h"): 2 * 4 * 4},
     signals.CONNECTOR_INFO: {

@@ -1,11 +1,9 @@
 """Which calls into a connector are recorded: of the hooks that its class implements, and no others."""
 
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -15,14 +13,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvobs.connectors.answers import answer_of
 from kvobs.connectors.configured import read_specs
-from kvobs.connectors.sub_connector import SubConnector, Unbuilt, count_events
+from kvobs.connectors.sub_connector import SubConnector, Unbuilt
 from kvobs.probe.recorder import SUM, Recorder
-from kvobs.schema.signals import KV_EVENTS, SAVE_TOKENS, is_timed, locate, slot, word
+from kvobs.schema.signals import is_timed, locate
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api.hooks import HOOKS, Cadence, is_empty
 from kvobs.vllm_api.versions import hooks
 from tests.engine.connectors_stats import IdleConnector
-from tests.support.numbers import taken
 from tests.support.probes import counts
 from tests.support.rig import entry_for
 
@@ -181,46 +178,3 @@ def test_an_empty_hook_needs_no_context() -> None:
         raise AssertionError("not to be called")
 
     assert SubConnector(0, "quiet", Quiet(), Recorder(1), activated=activated).on_new_request("r") is None
-
-
-def test_kv_events_are_counted_by_type_and_medium_and_passed_on() -> None:
-    def stored(medium: str | None) -> Any:
-        return BlockStored([1], None, [1], 16, None, medium, None)
-
-    odd = SimpleNamespace(medium=["unhashable"])
-    events = [stored("CPU"), BlockRemoved([1], "cpu"), stored("cpu"), stored("STORAGE"), stored("nvme"), stored(None)]
-    events += [AllBlocksCleared(), odd]
-
-    class Publishes(IdleConnector):
-        def take_events(self) -> Any:
-            return iter(events)
-
-    connector, recorder = made(Publishes)
-    assert connector.take_events() == tuple(events)
-    grown = taken(recorder).counts
-    seen = {
-        (kind, medium): grown.get(word(0, slot(KV_EVENTS, kind, medium)), 0)
-        for kind in KV_EVENTS.labels["type"]
-        for medium in KV_EVENTS.labels["medium"]
-    }
-    assert seen == {
-        ("stored", "cpu"): 2, ("stored", "storage"): 1, ("stored", "other"): 2,
-        ("removed", "cpu"): 1, ("removed", "storage"): 0, ("removed", "other"): 1,
-    }  # fmt: skip
-
-
-def test_saved_tokens_are_those_of_events_with_tokens_of_one_group() -> None:
-    """A sliding window's events are about the same tokens, or have none."""
-
-    def stored(tokens: int, medium: str | None, group: int | None = None, kind: Any = BlockStored) -> Any:
-        return kind([1], None, [0] * tokens, 16, None, medium, None, group_idx=group)
-
-    odd = SimpleNamespace(medium="cpu", token_ids=[1])
-    events = [stored(16, "CPU"), stored(32, "cpu", 1), stored(16, "cpu", 0), stored(48, "STORAGE", 1), stored(8, None)]
-    recorder = Recorder(1)
-    count_events(recorder, 0, [*events, stored(0, "STORAGE"), BlockRemoved([1], "cpu"), odd], group=1)
-    grown = taken(recorder).counts
-    saved = {medium: grown.get(word(0, slot(SAVE_TOKENS, medium))) for medium in SAVE_TOKENS.labels["medium"]}
-    assert saved == {"cpu": 48, "storage": 48, "other": 8}
-    count_events(recorder, 0, [stored(0, "cpu")], group=0)
-    assert word(0, slot(SAVE_TOKENS, "cpu")) not in taken(recorder).counts, "unknown is not zero"

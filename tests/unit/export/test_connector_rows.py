@@ -53,6 +53,8 @@ def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
         32,
     )
     assert (cpu.save_tokens_per_s, disk.save_tokens_per_s) == (192, None)
+    assert (cpu.evicted_tokens_per_s, cpu.stored_tokens, cpu.capacity_tokens) == (48, 1024, 1500)
+    assert (disk.evicted_tokens_per_s, disk.stored_tokens, disk.capacity_tokens) == (None, None, None)
     assert 2 * 0.001 < (cpu.load_p50_s or 0) < 4.2 * 0.001
     assert 0.067 < (cpu.load_p99_s or 0) < 0.135
     assert (cpu.load_stall_s_per_s, cpu.save_stall_s_per_s, cpu.stall_s_per_s) == (

@@ -106,6 +106,14 @@ def test_a_gain_has_the_number_of_its_loads_or_why_there_is_none() -> None:
     assert "gain" not in texts[2]
 
 
+def test_how_full_a_store_is_stands_below_its_connector() -> None:
+    full = replace(CPU, stored_tokens=131_072, evicted_tokens_per_s=2_000.0)
+    assert "2.0k tokens/s evicted, 131k tokens stored" in " ".join(shown([replace(SERVER, connectors=(full,))], 200))
+    sized = replace(full, capacity_tokens=262_144)
+    assert "131k of 262k tokens stored" in " ".join(shown([replace(SERVER, connectors=(sized,))], 200))
+    assert "stored" not in " ".join(shown([SERVER], 200)), "unknown is not 0"
+
+
 def test_reuse_is_below_a_single_server() -> None:
     server = replace(SERVER, seen_share=0.4, half_within_tokens=131_072, local_cache_tokens=524_288)
     text = "40 % of the prompts' tokens were used before, half of them within 131k tokens; vLLM's own cache has 524k"

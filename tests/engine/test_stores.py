@@ -1,0 +1,68 @@
+"""Real servers with a store in host memory: what kvobs counts is what a subscriber of vLLM's KV cache events sees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+from kvobs.demo.run import host_memory, multi_connector
+from tests.engine.metered import BYTES_PER_TOKEN
+from tests.engine.published import Subscriber
+from tests.engine.serving import eventually, prompt, serve, total
+
+pytestmark = pytest.mark.engine
+
+BLOCK, BLOCKS = 32, 24
+ROUNDS, PROMPTS = 2, 20
+
+
+def test_tokens_stored_and_evicted_are_those_of_the_events(model: Path, tmp_path: Path) -> None:
+    """The subscriber keeps the set of hashes in the store: kvobs keeps numbers only."""
+    memory = host_memory(BLOCKS * BLOCK * BYTES_PER_TOKEN)
+    memory["kv_connector_extra_config"]["self_describing_kv_events"] = True
+    config = multi_connector(memory, names=["cpu"])
+    with Subscriber() as published:
+        words = ("--kv-events-config", json.dumps(published.options), "--block-size", str(BLOCK))
+        with serve(model, tmp_path, config, *words) as server:
+            for round_number in range(ROUNDS):
+                for i in range(PROMPTS):
+                    server.complete(prompt("stores", i), 1)
+                server.reset_prefix_cache()  # vLLM's own: the next round asks the store
+                print(f"round {round_number}: {len(published.events)} events")
+
+            def agree() -> bool:
+                held, evicted = _followed(published)
+                return (
+                    total(server, "kvobs_stored_tokens", medium="cpu") == BLOCK * len(held)
+                    and total(server, "kvobs_evicted_tokens_total", medium="cpu") == BLOCK * evicted
+                )
+
+            agreed = eventually(agree, 20)
+            held, evicted = _followed(published)
+            print(f"{len(held)} blocks held, {evicted} evicted, of {BLOCKS}")
+            assert agreed
+            assert published.numbers == list(range(len(published.numbers))), "no event was missed"
+            assert evicted > BLOCKS, "the store was full, and all of it was replaced"
+            assert 0 < len(held) <= BLOCKS
+            assert total(server, "kvobs_capacity_tokens") == BLOCKS * BLOCK
+            server.reset_prefix_cache(external=True)
+            assert eventually(lambda: total(server, "kvobs_stored_tokens", medium="cpu") == 0, 20), "a reset empties it"
+
+
+def _followed(published: Subscriber) -> tuple[set[int | bytes], int]:
+    """Return the blocks that the connector's store holds by its events, and how many it has evicted."""
+    held: set[int | bytes] = set()
+    evicted = 0
+    for event in list(published.events):
+        if getattr(event, "medium", None) == "CPU":
+            if isinstance(event, BlockStored):
+                assert event.block_size == BLOCK
+                held |= set(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                assert held >= set(event.block_hashes)
+                held -= set(event.block_hashes)
+                evicted += len(event.block_hashes)
+    return held, evicted
