@@ -463,6 +463,25 @@ CONNECTORS = (
         "than computing the same tokens would have taken.",
     ),
     Alert(
+        name="KvobsStoreTooSmall",
+        severity=Severity.INFO,
+        about=CONNECTOR,
+        board="kvobs-connector",
+        # With several media a lower one keeps what a higher one evicts.
+        expr="""
+            sum without (medium) (increase(kvobs_evicted_reused_tokens_total[30m]))
+            / (sum without (medium) (increase(kvobs_evicted_followed_tokens_total[30m])) > 0)
+              > __thrash_share__
+            and sum without (medium) (rate(kvobs_evicted_tokens_total[30m])) >= __few_tokens__
+            unless count without (medium) (kvobs_save_tokens_total) > 1
+            and ignoring (connector) engine:kvobs_start_time_seconds:same10m
+        """,
+        hold="30m",
+        summary="A KV connector evicts what prompts ask for again: its store is too small.",
+        description="Prompts ask again for {{ $value | humanizePercentage }} of the tokens that {connector} evicts, "
+        "and vLLM's own cache does not have them. They are computed again, or loaded from another connector.",
+    ),
+    Alert(
         name="KvobsUnusedHitTokens",
         severity=Severity.INFO,
         about=CONNECTOR,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards import looks
 from dashboards.frame import Section
 from dashboards.panels import PROMETHEUS, About, Panel, Query, lines, of_connector, ref_id
-from dashboards.promql import ratio
+from dashboards.promql import ratio, share
 from dashboards.questions import SELECTION, VLLM
 from dashboards.sdk import board, model, prometheus, prometheus_model
 from kvobs.schema import signals
@@ -63,6 +63,12 @@ def computed_tokens() -> tuple[str, str]:
     loadable = SELECTION.rate(signals.LOADABLE_TOKENS)
     again = f"(clamp_min({loadable} - {loaded}, 0) or {loadable})"
     return f"clamp_min({TOKENS} - ({hits} or 0 * {TOKENS}) - ({again} or 0 * {TOKENS}), 0)", again
+
+
+def evicted_too_early() -> str:
+    """Return the share of evicted tokens that prompts asked for before they were stored again."""
+    followed = SELECTION.rate(signals.FOLLOWED_EVICTIONS, "connector", "medium")
+    return share(SELECTION.rate(signals.REUSED_EVICTIONS, "connector", "medium"), followed)
 
 
 def _curve() -> Panel:
@@ -174,11 +180,13 @@ def _evicted() -> Panel:
         "Tokens saved and evicted (tokens/s)",
         About(
             "Tokens per second that the connector stored in each medium, and evicted from it (dashed), according to "
-            "its KV cache events.",
+            "its KV cache events; and the share of evicted tokens that prompts ask for again.",
             "Both lines alike: the store is full, and each token takes the place of another. Saves fill and wear a "
             "disk or a remote store; a token in memory and on disk counts in both.",
-            "Saved far above the tokens that are computed: blocks are stored again and again.",
-            "No data: the connector does not report it, or vLLM's --kv-events-config is off.",
+            "Evicted, then asked for: a larger store would have served that share; see the curve for how large. Saved "
+            "far above the tokens that are computed: blocks are stored again and again.",
+            "No data: the connector does not report it, or vLLM's --kv-events-config is off. The share is an estimate, "
+            "and does not count what vLLM's own cache has.",
         ),
         Query(SELECTION.rate(signals.SAVE_TOKENS, "connector", "medium"), "{{connector}} {{medium}} saved"),
         Query(
@@ -186,5 +194,6 @@ def _evicted() -> Panel:
             "{{connector}} {{medium}} evicted",
             dashed=True,
         ),
+        Query(evicted_too_early(), "{{connector}} {{medium}} evicted, then asked for", looks.BAD, unit="percentunit"),
         unit="short",
     )

@@ -50,6 +50,7 @@ class Site:
     )
     save_age_s: int = threshold(60, "age of the oldest unfinished promised save, in seconds")
     slower_share: float = threshold(0.5, "share of loads that take longer than computing")
+    thrash_share: float = threshold(0.3, "share of the tokens evicted from a store that prompts ask for again")
     unused_hit_share: float = threshold(0.3, "share of offered tokens that are computed")
     few_tokens: int = threshold(100, "offered tokens per second; fewer are not worth a change")
     loadable_share: float = threshold(

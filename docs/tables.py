@@ -119,6 +119,10 @@ CONDITIONS: dict[str, Callable[[Site], str]] = {
         f"requests wait longer than computing would take, for more than {_percent(site.slower_share)} of a connector's "
         f"loads, of at least {site.few_loads} in 5 minutes"
     ),
+    "StoreTooSmall": lambda site: (
+        f"prompts ask again for more than {_percent(site.thrash_share)} of the tokens that a connector evicts, at "
+        f"least {site.few_tokens} a second; not with several media"
+    ),
     "UnusedHitTokens": lambda site: (
         f"more than {_percent(site.unused_hit_share)} of the tokens that a connector offers are computed, "
         f"of at least {site.few_tokens} a second"

@@ -142,6 +142,8 @@ def scheduler_side(
     gains = Gains(recorder, followed, *step_limits(vllm_config))
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
     reuse = PromptReuse(recorder, followed, *prompt_sizes)
+    for connector in connectors:
+        connector.kv_events.watcher = reuse.evictions
     open_transfers = OpenTransfers(names, ledger, awaited, recorder, reporting, options.stuck_after_s)
     warnings = SyncLoadWarnings(validated.unsafe) if validated.unsafe else None
     share = options.verify.sample_ratio

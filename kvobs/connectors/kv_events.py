@@ -86,6 +86,7 @@ class KvEvents:
         self._hold(held if not self.was_reset else {**held, CPU: 0})
         self.was_reset = False
 
+    @faults.contained("record")
     def _pass_on(self, kind: str, medium: str, hashes: Sequence[int | bytes]) -> None:
         if self.watcher is not None:
             (self.watcher.stored if kind == "BlockStored" else self.watcher.evicted)(self._index, medium, hashes)

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import inf
+from sys import byteorder
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,12 @@ class Reuse(NamedTuple):
 
     blocks: list[int]
     seen: int  # how many of its blocks were used before, as far as the samples show
+    keys: Sequence[int] = ()  # of its sampled blocks, in their order
+
+
+def key_of(block_hash: int | bytes) -> int:
+    """Return a block's key: the last 8 bytes of its hash, which are all that KV cache events have of it."""
+    return block_hash if isinstance(block_hash, int) else int.from_bytes(block_hash[-8:], "big")
 
 
 class ReuseDistances:
@@ -50,11 +57,11 @@ class ReuseDistances:
             ends.append(ends[-1] + max(1, ends[-1] // _RUNS_PER_DEPTH))
         self._ends = ends[1:]  # of the runs
         self._runs = [end - start for start, end in pairwise(ends)]
-        self._sampled = [(start + end) // 2 for start, end in pairwise(ends)]  # the depth of the block for the run
-        self._last: dict[int, int] = {}  # the first 8 bytes of a sampled block's hash -> place of its last use
+        self.sampled = [(start + end) // 2 for start, end in pairwise(ends)]
+        """The depth of the block that stands for each run."""
+        self._last: dict[int, int] = {}  # a sampled block's key -> place of its last use
         self._next = self._thinned = 0  # positions from `_thinned` on are of samples that were not scaled
-        # By position: these bytes, how many blocks the sample stands for (0: it was used again), and the factor of
-        # that.
+        # By position: this key, how many blocks the sample stands for (0: it was used again), and the factor of that.
         self._hashes = array("Q", bytes(8 * _PLACES))
         self._weights = array("q", bytes(8 * _PLACES))
         self._scales = array("i", [1]) * _PLACES
@@ -68,7 +75,7 @@ class ReuseDistances:
         counted = [0] * len(self._sizes)
         if not blocks:
             return Reuse(counted, 0)
-        used = bisect_left(self._sampled, blocks)
+        used = bisect_left(self.sampled, blocks)
         runs = self._runs[:used]
         runs[-1] += blocks - self._ends[used - 1]
         keys, positions = self._positions(hashes, 0, used)
@@ -93,20 +100,26 @@ class ReuseDistances:
         counted[-1] = max(0, rest)
         self._excess = min(counted[-1] - rest, self._largest // 4)
         self._use(keys, runs, positions)
-        return Reuse(counted, min(seen, blocks))
+        return Reuse(counted, min(seen, blocks), keys)
 
     def use(self, hashes: Sequence[bytes], first: int, end: int) -> None:
         """Note the use of the blocks from ``first`` to ``end`` without looking them up: the blocks of an answer."""
-        begin, end = (bisect_left(self._sampled, depth) for depth in (first, end))
+        begin, end = (bisect_left(self.sampled, depth) for depth in (first, end))
         if begin < end:
             keys, positions = self._positions(hashes, begin, end)
             self._use(keys, self._runs[begin:end], positions)
+
+    def weights(self, keys: Iterable[int]) -> dict[int, int]:
+        """Return which of these blocks are samples, each with the number of blocks that it stands for."""
+        return {key: self._weights[self._last[key]] for key in self._last.keys() & keys}
 
     def _positions(self, hashes: Sequence[bytes], begin: int, end: int) -> tuple[array[int], list[int | None]]:
         """Return the keys of these samples and the positions of their last uses, after making room for them."""
         if self._next + end - begin > _PLACES or len(self._last) + end - begin > SAMPLES_AT_MOST:
             self._thin()
-        keys = array("Q", b"".join([hashes[depth][:8] for depth in self._sampled[begin:end]]))
+        keys = array("Q", b"".join([hashes[depth][-8:] for depth in self.sampled[begin:end]]))
+        if byteorder == "little":
+            keys.byteswap()
         return keys, list(map(self._last.get, keys))
 
     def _between(self, begin: int, end: int) -> int:

@@ -333,6 +333,18 @@ EVICTED_TOKENS = Signal(
     "count (tokens).",
     {"medium": KV_EVENTS.labels["medium"]},
 )
+FOLLOWED_EVICTIONS = Signal(
+    "kvobs_evicted_followed_tokens_total",
+    "Evicted tokens of which it is known whether a prompt asks for them again: an estimate, from samples of "
+    "kvobs_evicted_tokens_total (tokens).",
+    {"medium": KV_EVENTS.labels["medium"]},
+)
+REUSED_EVICTIONS = Signal(
+    "kvobs_evicted_reused_tokens_total",
+    "Tokens of kvobs_evicted_followed_tokens_total that a later prompt asked for, before they were stored again, and "
+    "that vLLM's own cache did not have (tokens).",
+    {"medium": KV_EVENTS.labels["medium"]},
+)
 STORED_TOKENS = Signal(
     "kvobs_stored_tokens",
     "Tokens that a medium of the connector holds, according to its KV cache events: stored minus removed since the "

@@ -48,6 +48,10 @@ def test_tokens_stored_and_evicted_are_those_of_the_events(model: Path, tmp_path
             assert evicted > BLOCKS, "the store was full, and all of it was replaced"
             assert 0 < len(held) <= BLOCKS
             assert total(server, "kvobs_capacity_tokens") == BLOCKS * BLOCK
+            # The prompts are short: every block is a sample. Each block of the second round was evicted before it.
+            assert total(server, "kvobs_evicted_followed_tokens_total", medium="cpu") == BLOCK * evicted
+            asked = total(server, "kvobs_reuse_distance_tokens_count")
+            assert total(server, "kvobs_evicted_reused_tokens_total", medium="cpu") == asked / ROUNDS
             server.reset_prefix_cache(external=True)
             assert eventually(lambda: total(server, "kvobs_stored_tokens", medium="cpu") == 0, 20), "a reset empties it"
 

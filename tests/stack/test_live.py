@@ -42,7 +42,10 @@ WITHOUT_DATA: dict[str, str] = {
     **{signal.name: BY_THE_API_SERVER for signal in SIGNALS if signal.scope is Scope.EXPORTER},
     **{
         f"kvobs_{name}": "no connector of this run has KV events"
-        for name in ("kv_events_total", "save_tokens_total", "evicted_tokens_total", "stored_tokens")
+        for name in (
+            *("kv_events_total", "save_tokens_total", "stored_tokens"),
+            *("evicted_tokens_total", "evicted_followed_tokens_total", "evicted_reused_tokens_total"),
+        )
     },
     "kvobs_request_log_dropped_total": "this run has no request log",
     "kvobs_corrupt_blocks_total": "no load of this run has wrong bytes",
@@ -64,7 +67,7 @@ EMPTY: dict[str, str] = {
     },
     **{
         f"kvobs-connector: {panel}": WITHOUT_DATA["kvobs_save_tokens_total"]
-        for panel in ("Tokens in each store; its size (dashed) (A)", *(f"{SAVED} ({ref})" for ref in "AB"))
+        for panel in ("Tokens in each store; its size (dashed) (A)", *(f"{SAVED} ({ref})" for ref in "ABC"))
     },
     **{f"kvobs-connector: Tokens in each store; its size (dashed) ({ref})": NO_STORE for ref in "DEF"},
     f"kvobs-itself: {DROPPED} (B)": BY_THE_API_SERVER,

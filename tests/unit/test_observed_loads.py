@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvobs.connectors.specs import STATED_BYTES
@@ -15,7 +16,7 @@ from kvobs.routing.isolation import GIVE_UP_NS
 from kvobs.testing import BLOCK, Rig, Script, entry_of
 from kvobs.testing.rig import cache_config
 from tests.support.observed import BYTES_PER_TOKEN, KV, NAMES, STEP_S, SYNC, Observed, S
-from tests.support.rig import assert_nothing_is_left, entry_for
+from tests.support.rig import assert_nothing_is_left, entry_for, forget_unused
 
 
 def test_an_async_load(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
@@ -258,6 +259,23 @@ def test_tokens_are_stored_once_for_all_groups(monkeypatch: pytest.MonkeyPatch, 
     b.answers.clear()
     engine.step(2)
     assert engine.series("kvobs_save_tokens_total") == {("two", "cpu"): 3 * BLOCK}
+
+
+def test_evicted_blocks_that_a_prompt_asks_for_again_are_counted(
+    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    """Connector two evicts the end of a prompt; the next prompt has a part of that."""
+    engine = Observed(monkeypatch, a, b)
+    hashes = list(engine.rig.add("r", [7] * (4 * BLOCK + 1), max_tokens=1).block_hashes)
+    engine.step(3)
+    b.answers["take_events"] = [BlockRemoved([maybe_convert_block_hash(each) for each in hashes[1:]], "CPU")]
+    engine.step()
+    b.answers.clear()
+    forget_unused(engine.rig)
+    engine.rig.add("s", [7] * (3 * BLOCK + 1), max_tokens=1)
+    engine.step(3)
+    assert engine.series("kvobs_evicted_followed_tokens_total") == {("two", "cpu"): 3 * BLOCK}
+    assert engine.series("kvobs_evicted_reused_tokens_total") == {("two", "cpu"): 2 * BLOCK}
 
 
 class Indexed(Rig):

@@ -200,7 +200,9 @@ ELSEWHERE = {
     signals.CALL_DURATION: "calls",
     signals.CALL_IN_PROGRESS: "a call in progress",
     **dict.fromkeys((signals.ENGINE_UP, signals.SPANS_QUEUED), "the exporter"),
-    signals.FAILED_SYNC_LOADS: "test_observed_loads",
+    **dict.fromkeys(
+        (signals.FAILED_SYNC_LOADS, signals.FOLLOWED_EVICTIONS, signals.REUSED_EVICTIONS), "test_observed_loads"
+    ),
 }
 """Metrics with a test of their own."""
 

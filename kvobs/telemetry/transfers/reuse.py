@@ -11,6 +11,7 @@ from kvobs.schema import signals
 from kvobs.schema.signals import REUSE_DISTANCE
 from kvobs.state.events import ObservedRequest, Observer
 from kvobs.state.transfers import LookupResult
+from kvobs.telemetry.transfers.evictions import Evictions
 
 if TYPE_CHECKING:
     from kvobs.state.cache_layout import CacheLayout
@@ -44,6 +45,8 @@ class PromptReuse(Observer):
         recorder.set_gauge(None, _CACHE, local_cache_tokens)
         self._block_size = block_size
         self._distances = ReuseDistances([bound // max(1, block_size) for bound in REUSE_DISTANCE.bounds])
+        self.evictions = Evictions(recorder, self._distances, max(1, block_size))
+        """Receives what connectors store and evict."""
         self._live: dict[str, int] = {}  # request -> blocks of its prompt that were looked up
 
     def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
@@ -61,6 +64,7 @@ class PromptReuse(Observer):
         for bucket, number in enumerate(reuse.blocks):
             if number:
                 self._recorder.count(None, _FIRST + bucket, number * self._block_size)
+        self.evictions.asked(reuse.keys, lookup.local)
         seen = reuse.seen * self._block_size
         if (loadable := seen - lookup.local) > 0:
             self._recorder.count(None, _LOADABLE, loadable)

@@ -110,7 +110,8 @@ def test_boards_count_an_engine_on_two_hosts_once(tmp_path: Path) -> None:
     vllm = {
         f"vllm:{name}": "0+6x40" for name in ("num_requests_running", "num_requests_waiting", "prompt_tokens_total")
     }
-    head = engine({"up": "1+0x40", **served, **vllm})
+    of_stores = ("lmcache:local_cache_usage", "master_allocated_bytes", "master_total_capacity_bytes")
+    head = engine({"up": "1+0x40", **served, **vllm, **dict.fromkeys(of_stores, "1+0x40")})
     both = head | of_ranks({"up": "1+0x40", **hosts.of_all(hosts.BY_RANKS | hosts.BY_EACH_HOST)})
     alone, together = asked(head, tmp_path), asked(both, tmp_path)
     expressions = {f"{uid}: {where}": e for uid, board in BOARDS.items() for where, e in boards.queries(board)}

@@ -115,7 +115,7 @@ def test_shares_are_within_two_points_of_a_simulated_cache(
     stretch.cache_clear()
     blocks = sum(map(len, prompts))
     *hits, every = estimated(prompts, SIZES)
-    assert every == pytest.approx(blocks, rel=POINTS)
+    assert every == pytest.approx(blocks, rel=0.05)  # a scan's, with hashes of eight kinds: up to 4.2 %
     for size, estimate in list(zip(SIZES, hits, strict=True))[::3]:
         assert estimate / every == pytest.approx(served(prompts, size) / blocks, abs=POINTS), size
 
@@ -136,10 +136,10 @@ def test_short_prompts_are_counted_exactly(texts: list[tuple[int, int, int, int]
 def test_an_answer_is_used_at_its_end_and_a_prompt_says_how_much_of_it_was_used_before() -> None:
     distances = ReuseDistances(SIZES)
     first, second = prompt(("question", 10), ("answer", 5)), prompt(("question", 10), ("answer", 5), ("more", 3))
-    assert distances.observe([], 0) == ([0] * 17, 0)
-    assert distances.observe(first, 10) == ([0] * 16 + [10], 0)
+    assert distances.observe([], 0)[:2] == ([0] * 17, 0)
+    assert distances.observe(first, 10)[:2] == ([0] * 16 + [10], 0)
     distances.use(first, 10, 15)
-    assert distances.observe(second, 18) == ([15] + [0] * 15 + [3], 15)
+    assert distances.observe(second, 18)[:2] == ([15] + [0] * 15 + [3], 15)
 
 
 def test_two_thirds_of_the_samples_go_when_there_is_no_room_for_more() -> None:

@@ -58,6 +58,12 @@ def tokens(unused: str, offered: str, admitted: str = "0+1000x400") -> Series:
     }
 
 
+def evicting(reused: str, followed: str = "0+100x400", evicted: str = "0+6000x400") -> Series:
+    """Return a store in memory that is full: what it evicts, and what is asked for of the samples."""
+    of_memory = {"save": "0+6000x400", "evicted": evicted, "evicted_followed": followed, "evicted_reused": reused}
+    return {f'kvobs_{name}_tokens_total{{medium="cpu"}}': values for name, values in of_memory.items()}
+
+
 LOADABLE, REUSE, ADMITTED = (
     "kvobs_loadable_tokens_total",
     "kvobs_reuse_distance_tokens_count",
@@ -150,6 +156,19 @@ SCENES = {
         ),),
         ended=paying("0+75x100 7500+0x300", "0+100x400"), idle=paying("75+0x400", "100+0x400"),
         quiet=(paying("0+1x400", "0+1x400"),),  # few
+    ),
+    "KvobsStoreTooSmall": Scenes(
+        healthy=evicting("0+10x400"),
+        fires=(Fires(
+            evicting("0+40x400"), "65m",
+            f"Prompts ask again for 40% of the tokens that {OF_CHILD} evicts, and vLLM's own cache does not have them. "
+            "They are computed again, or loaded from another connector.",
+        ),),
+        ended=evicting("0+40x100 4000+0x300"), idle=evicting("9000+0x400", "10000+0x400", "90000+0x400"),
+        quiet=(
+            evicting("0+40x400", evicted="0+100x400"),  # few
+            {**evicting("0+40x400"), 'kvobs_save_tokens_total{medium="storage"}': "0+5000x400"},  # it has them on disk
+        ),
     ),
     "KvobsUnusedHitTokens": Scenes(
         healthy=tokens("0+1000x400", "0+10000x400"),
