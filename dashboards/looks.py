@@ -21,6 +21,15 @@ BY_OUTCOME = {
     "abandoned": "#D55E00",
     "failed": "#D55E00",
 }
+BY_REASON = {
+    "never_seen": "#8A8A8A",
+    "beyond_prefix": "#B8B8B8",
+    "no_full_block": "#56B4E9",
+    "other_connector": "#0072B2",
+    "not_stored": "#E69F00",
+    "evicted": "#D55E00",
+    "unknown": "#CC79A7",
+}
 BY_QUANTILE = {"p50": "#9AD0F3", "p95": "#56B4E9", "p99": "#0072B2"}
 BY_SIDE = {"prefill": "#0072B2", "decode": "#E69F00"}
 BY_TOKENS = {

@@ -20,7 +20,7 @@ _BY_SOURCE = "prompt_tokens_by_source_total"
 
 def reuse() -> Section:
     """Return the section of the board *Connector*."""
-    lines_of_panels = [(9, [(12, _curve()), (12, _parts())]), (9, [(12, _held()), (12, _evicted())])]
+    lines_of_panels = [(9, [(12, _curve()), (12, _parts())]), (9, [(8, _held()), (8, _evicted()), (8, _missed())])]
     return Section("Reuse: what a cache could serve", lines_of_panels, collapsed=True)
 
 
@@ -196,4 +196,23 @@ def _evicted() -> Panel:
         ),
         Query(evicted_too_early(), "{{connector}} {{medium}} evicted, then asked for", looks.BAD, unit="percentunit"),
         unit="short",
+    )
+
+
+def _missed() -> Panel:
+    return lines(
+        "Tokens not offered, by reason (tokens/s)",
+        About(
+            "Prompt tokens per second that a connector was asked for and did not offer, by reason.",
+            "never_seen, beyond_prefix: used for the first time, and no store has them. no_full_block: less than a "
+            "block or chunk. other_connector: another one offers them.",
+            "evicted: a larger store. not_stored: it was seen here, and the connector never stored it, or lost it: see "
+            "'Why was it a miss?' in docs/capacity.md.",
+            "An estimate, and of what this engine has seen: another engine may have stored what is never_seen here. "
+            "Without KV cache events, evicted counts as not_stored.",
+        ),
+        Query(SELECTION.rate(signals.MISSED_TOKENS, "connector", "reason"), "{{connector}} {{reason}}"),
+        unit="short",
+        stacked=True,
+        colors=looks.BY_REASON,
     )

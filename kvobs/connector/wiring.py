@@ -13,7 +13,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from kvobs import faults
 from kvobs.connectors.block_copies import BlockCopies
 from kvobs.connectors.fanout import own_methods
-from kvobs.connectors.specs import ConnectorSpec, StoreSizes, between_engines, load_ends_save
+from kvobs.connectors.specs import ConnectorSpec, StoreSizes, between_engines, chunk_tokens, load_ends_save
 from kvobs.connectors.sub_connector import SubConnector
 from kvobs.connectors.sync_loads import Conditions
 from kvobs.connectors.validation import Validated
@@ -141,7 +141,8 @@ def scheduler_side(
     followed = Composed(followers)
     gains = Gains(recorder, followed, *step_limits(vllm_config))
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
-    reuse = PromptReuse(recorder, followed, *prompt_sizes)
+    chunks = chunk_tokens(specs, max(layout.block_sizes, default=0))
+    reuse = PromptReuse(recorder, followed, *prompt_sizes, chunks=chunks, elsewhere=handing)
     for connector in connectors:
         connector.kv_events.watcher = reuse.evictions
     open_transfers = OpenTransfers(names, ledger, awaited, recorder, reporting, options.stuck_after_s)

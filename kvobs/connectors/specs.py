@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +41,10 @@ STATED_BYTES: dict[str, dict[str, bool]] = {
     "SimpleCPUOffloadConnector": {"cpu_bytes_to_use_per_rank": True, "cpu_bytes_to_use": False},
 }
 """Connector classes -> their options for the bytes that they store, the first that is set; whether on each rank."""
+
+LMCACHE_CHUNK = 256
+"""Tokens, unless its configuration has another number."""
+_CHUNKED = frozenset({"OffloadingConnector", "LMCacheConnectorV1", "LMCacheMPConnector"})
 
 STORES_MORE = ("secondary_tiers", "disk_path")  # options of theirs by which they store more than that
 
@@ -152,6 +157,23 @@ def stated_bytes(name: str, options: Mapping[str, Any], ranks: int) -> int:
     """Return how many bytes all ranks of a connector's class in STATED_BYTES store, by its options."""
     key = next(filter(options.get, STATED_BYTES[name]), None)
     return int(options[key]) * (ranks if STATED_BYTES[name][key] else 1) if key else 0
+
+
+def chunk_tokens(specs: Sequence[ConnectorSpec], block_size: int) -> dict[int, int]:
+    """Return, by a connector's position, how many tokens it stores at once, where its options state it."""
+    chunks = {}
+    for spec in specs:
+        options, name = spec.transfer_config.kv_connector_extra_config, name_among(spec.connector_class, _CHUNKED)
+        stated: Any = None
+        with suppress(TypeError, ValueError):  # the connector itself refuses such a value
+            if name == "OffloadingConnector":
+                stated = options.get("block_size") or int(options.get("blocks_per_chunk") or 0) * block_size
+            elif name:  # a file of its configuration may state it: then it is not known here
+                stated = options.get("lmcache.chunk_size") or os.environ.get("LMCACHE_CHUNK_SIZE")
+                stated = stated or (0 if os.environ.get("LMCACHE_CONFIG_FILE") else LMCACHE_CHUNK)
+            if stated and (tokens := int(stated)) > 0:
+                chunks[spec.index] = tokens
+    return chunks
 
 
 def too_small(size: int, tokens: int, longest: int) -> str:

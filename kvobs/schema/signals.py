@@ -188,6 +188,19 @@ UNUSED_HIT_TOKENS = Signal(
     "the request ended before the load; aborted, it ended during the load.",
     {"reason": ("other_chosen", "below_minimum", "declined", "not_taken", "not_allocated", "aborted")},
 )
+MISSED_TOKENS = Signal(
+    "kvobs_missed_tokens_total",
+    "Prompt tokens that the connector was asked for and did not offer, by reason: never_seen, no part of the prompt "
+    "was used before; beyond_prefix, only what is before them was; not_stored, used before; evicted, used "
+    "before, and evicted by its KV cache events; other_connector, offered by another one; no_full_block, less than a "
+    "block or chunk; unknown, it loads what other engines compute. An estimate (tokens).",
+    {
+        "reason": (
+            *("never_seen", "beyond_prefix", "not_stored", "evicted"),
+            *("other_connector", "no_full_block", "unknown"),
+        )
+    },
+)
 UNUSED_OFFERS = Signal(
     "kvobs_unused_offers_total", "Requests for which the connector offered tokens but was not chosen."
 )

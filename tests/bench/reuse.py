@@ -9,7 +9,7 @@ from typing import Any
 
 from kvobs.probe.recorder import Recorder
 from kvobs.state.events import Observer
-from kvobs.state.transfers import NO_RESULT
+from kvobs.state.transfers import LookupResult, Offer
 from kvobs.telemetry.transfers.reuse import PromptReuse
 from tests.bench.calls import slowness
 from tests.bench.report import Budget, Line, Part
@@ -17,6 +17,7 @@ from tests.bench.report import Budget, Line, Part
 BLOCK, BLOCKS = 16, 1000
 PROMPTS = 60  # in one timing
 ROUNDS = 21
+TWO_MISSES = LookupResult([Offer(0, 0, True), Offer(1, 0, True)])
 SHARED = {"all new": 0, "half shared": 500, "all but the last blocks shared": 990}
 
 
@@ -27,7 +28,7 @@ def measure() -> Part:
 
 
 def _timings(shared: int, *, is_observed: bool = True) -> list[float]:
-    reuse = PromptReuse(Recorder(1), Observer(), BLOCK, 0)
+    reuse = PromptReuse(Recorder(2), Observer(), BLOCK, 0)
     systems = [[random.randbytes(32) for _ in range(shared)] for _ in range(20)]
     timings = []
     for of_round in range(ROUNDS + 5):  # the first ones fill the samples
@@ -35,7 +36,7 @@ def _timings(shared: int, *, is_observed: bool = True) -> list[float]:
         begin = time.thread_time_ns()
         for request in requests:
             if is_observed:
-                reuse.allocated(request, NO_RESULT, None, 0)
+                reuse.allocated(request, TWO_MISSES, None, 0)
                 reuse.request_ended(request)
             else:
                 for _ in request.block_hashes:

@@ -9,6 +9,7 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvobs.demo.run import host_memory, multi_connector
+from kvobs.schema import signals
 from tests.engine.metered import BYTES_PER_TOKEN
 from tests.engine.published import Subscriber
 from tests.engine.serving import eventually, prompt, serve, total
@@ -52,6 +53,16 @@ def test_tokens_stored_and_evicted_are_those_of_the_events(model: Path, tmp_path
             assert total(server, "kvobs_evicted_followed_tokens_total", medium="cpu") == BLOCK * evicted
             asked = total(server, "kvobs_reuse_distance_tokens_count")
             assert total(server, "kvobs_evicted_reused_tokens_total", medium="cpu") == asked / ROUNDS
+            missed = {
+                reason: total(server, "kvobs_missed_tokens_total", reason=reason)
+                for reason in signals.MISSED_TOKENS.labels["reason"]
+            }
+            prompts = total(server, "vllm:prompt_tokens_total")
+            assert {reason: n for reason, n in missed.items() if n} == {
+                "never_seen": asked / ROUNDS,
+                "evicted": asked / ROUNDS,
+                "no_full_block": prompts - asked,
+            }
             server.reset_prefix_cache(external=True)
             assert eventually(lambda: total(server, "kvobs_stored_tokens", medium="cpu") == 0, 20), "a reset empties it"
 

@@ -272,10 +272,18 @@ def test_evicted_blocks_that_a_prompt_asks_for_again_are_counted(
     engine.step()
     b.answers.clear()
     forget_unused(engine.rig)
+    b.offers["s"] = (BLOCK, True)
     engine.rig.add("s", [7] * (3 * BLOCK + 1), max_tokens=1)
     engine.step(3)
     assert engine.series("kvobs_evicted_followed_tokens_total") == {("two", "cpu"): 3 * BLOCK}
     assert engine.series("kvobs_evicted_reused_tokens_total") == {("two", "cpu"): 2 * BLOCK}
+    assert engine.series("kvobs_missed_tokens_total") == {
+        **{(name, "never_seen"): 4 * BLOCK for name in ("one", "two")},
+        **{(name, "no_full_block"): 2 for name in ("one", "two")},
+        ("one", "other_connector"): BLOCK,
+        ("one", "not_stored"): 2 * BLOCK,
+        ("two", "evicted"): 2 * BLOCK,  # it offers the first block
+    }
 
 
 class Indexed(Rig):

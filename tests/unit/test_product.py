@@ -201,7 +201,8 @@ ELSEWHERE = {
     signals.CALL_IN_PROGRESS: "a call in progress",
     **dict.fromkeys((signals.ENGINE_UP, signals.SPANS_QUEUED), "the exporter"),
     **dict.fromkeys(
-        (signals.FAILED_SYNC_LOADS, signals.FOLLOWED_EVICTIONS, signals.REUSED_EVICTIONS), "test_observed_loads"
+        (signals.FAILED_SYNC_LOADS, signals.MISSED_TOKENS, signals.FOLLOWED_EVICTIONS, signals.REUSED_EVICTIONS),
+        "test_observed_loads",
     ),
 }
 """Metrics with a test of their own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rich.filesize import decimal
@@ -50,6 +50,7 @@ class ConnectorSums:
     saved_s: float | None  # of the loads with an estimate, as what follows
     waited_s: float | None
     scheduler_s: float
+    missed_tokens: Mapping[str, int] = field(default_factory=dict)  # asked for and not offered, by reason
 
 
 class Measure(NamedTuple):
@@ -106,6 +107,18 @@ MEASURES = (
 """All numbers, in their order."""
 
 
+MISSED = {
+    "never_seen": "in new prompts",
+    "beyond_prefix": "after the common prefix",
+    "not_stored": "used before and not stored",
+    "evicted": "evicted",
+    "other_connector": "offered by another connector",
+    "no_full_block": "less than a block or chunk",
+    "unknown": "of other engines",
+}
+"""The reasons why tokens were not offered, in words."""
+
+
 @dataclass(frozen=True)
 class PromptTokens:
     """Where the tokens of all prompts came from, by vLLM's own metrics; what was loaded, by connector."""
@@ -144,6 +157,7 @@ NAMES = {
     *(signal.name
       for signal in (
           signals.LOOKUPS, signals.OFFERED_TOKENS, signals.UNUSED_HIT_TOKENS, signals.LOADS, signals.LOAD_TOKENS,
+          signals.MISSED_TOKENS,
           signals.LOAD_BYTES, signals.PREFILL_SAVED, signals.LOAD_WAITED, signals.ESTIMATED_LOADS, signals.CALL_ERRORS,
           signals.ESTIMATE_PREFILLS, signals.CONNECTOR_INFO, signals.BUILD_INFO, signals.START_TIME,
       )),
@@ -243,6 +257,7 @@ def connector_sums(name: str, numbers: Numbers) -> ConnectorSums:
         saved_s=numbers.total(signals.PREFILL_SAVED) if estimated else None,
         waited_s=numbers.total(signals.LOAD_WAITED) if estimated else None,
         scheduler_s=sum(numbers.total(signals.CALL_DURATION, "_sum", hook=hook) for hook in SCHEDULER_HOOKS),
+        missed_tokens={reason: n for reason in MISSED if (n := count(signals.MISSED_TOKENS, reason=reason))},
     )
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvobs.cli.summary.comparison import Difference, differences, pairs, shares
-from kvobs.cli.summary.rows import PromptTokens, ServerSums, shown, written
+from kvobs.cli.summary.rows import MISSED, PromptTokens, ServerSums, shown, written
 from kvobs.export.texts import NONE, duration, percent
 from kvobs.schema.signals import no_estimate
 
@@ -102,7 +102,7 @@ def heading(server: ServerSums) -> str:
 
 
 def notes(server: ServerSums) -> Iterator[str]:
-    """Yield the lines below a table: where prompt tokens came from, and which connectors have no estimate."""
+    """Yield the lines below a table: where prompt tokens came from, what was missed, and who has no estimate."""
     if not server.connectors:
         yield "No connector has any numbers."
     if server.prompt_tokens is not None:
@@ -110,6 +110,10 @@ def notes(server: ServerSums) -> Iterator[str]:
     else:
         yield "Where all prompt tokens came from is not known: vLLM's own metrics could not be read."
     for row in server.connectors:
+        if missed := sum(row.missed_tokens.values()):
+            parts = sorted(row.missed_tokens.items(), key=lambda item: -item[1])
+            texts = (f"{percent(n / missed)} {MISSED[reason]}" for reason, n in parts if reason in MISSED)
+            yield f"{row.connector} was asked for {missed:,} tokens that it did not offer: {', '.join(texts)}."
         if row.loads and not row.estimated_loads:
             yield f"{row.connector}: {no_estimate(server.prefills_seen)}."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from kvobs.schema.signals import REUSE_DISTANCE
 from kvobs.state.events import ObservedRequest, Observer
 from kvobs.state.transfers import LookupResult
 from kvobs.telemetry.transfers.evictions import Evictions
+from kvobs.telemetry.transfers.misses import Misses
 
 if TYPE_CHECKING:
     from kvobs.state.cache_layout import CacheLayout
@@ -36,10 +38,19 @@ def cache_tokens(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
 class PromptReuse(Observer):
     """Looks up each prompt's block hashes among the hashes of earlier prompts and answers; salts are part of a hash.
 
-    ``listener`` receives ``reused``.
+    ``listener`` receives ``reused``. ``chunks`` and ``elsewhere`` are as in ``Misses``.
     """
 
-    def __init__(self, recorder: Recorder, listener: Observer, block_size: int, local_cache_tokens: int) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        listener: Observer,
+        block_size: int,
+        local_cache_tokens: int,
+        *,
+        chunks: Mapping[int, int] | None = None,
+        elsewhere: Container[int] = (),
+    ) -> None:
         self._recorder = recorder
         self._listener = listener
         recorder.set_gauge(None, _CACHE, local_cache_tokens)
@@ -47,6 +58,10 @@ class PromptReuse(Observer):
         self._distances = ReuseDistances([bound // max(1, block_size) for bound in REUSE_DISTANCE.bounds])
         self.evictions = Evictions(recorder, self._distances, max(1, block_size))
         """Receives what connectors store and evict."""
+        depths = self._distances.sampled
+        self._misses = Misses(
+            recorder, self.evictions, depths, max(1, block_size), chunks=chunks or {}, elsewhere=elsewhere
+        )
         self._live: dict[str, int] = {}  # request -> blocks of its prompt that were looked up
 
     def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
@@ -64,6 +79,7 @@ class PromptReuse(Observer):
         for bucket, number in enumerate(reuse.blocks):
             if number:
                 self._recorder.count(None, _FIRST + bucket, number * self._block_size)
+        self._misses.count(lookup, request.num_prompt_tokens, blocks, reuse)
         self.evictions.asked(reuse.keys, lookup.local)
         seen = reuse.seen * self._block_size
         if (loadable := seen - lookup.local) > 0:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.connectors.specs import StoreSizes, load_ends_save
+from kvobs.connectors.specs import StoreSizes, chunk_tokens, load_ends_save
 from kvobs.probe.recorder import Recorder
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.testing import Script
@@ -65,3 +65,31 @@ def test_memory_without_room_for_one_prompt_is_a_warning_with_both_numbers(
     said = [message for message in caplog.messages if f"but a prompt may have {longest:,} (max_model_len)" in message]
     assert bool(said) is warns
     assert all(f"room for {longest - 1:,} tokens" in message for message in said)
+
+
+CHUNKED: list[tuple[str, dict[str, Any], dict[str, str], int | None]] = [
+    ("OffloadingConnector", {}, {}, None),
+    ("OffloadingConnector", {"block_size": "64"}, {}, 64),
+    ("OffloadingConnector", {"blocks_per_chunk": 3}, {}, 48),
+    ("OffloadingConnector", {"block_size": "many"}, {}, None),
+    ("OffloadingConnector", {"blocks_per_chunk": -1}, {}, None),
+    ("LMCacheConnectorV1", {}, {}, 256),
+    ("LMCacheConnectorV1", {"lmcache.chunk_size": 128}, {"LMCACHE_CHUNK_SIZE": "64"}, 128),
+    ("LMCacheMPConnector", {}, {"LMCACHE_CHUNK_SIZE": "64"}, 64),
+    ("LMCacheMPConnector", {}, {"LMCACHE_CHUNK_SIZE": "many"}, None),
+    ("LMCacheConnectorV1", {}, {"LMCACHE_CONFIG_FILE": "/etc/lmcache.yaml"}, None),
+    ("NixlConnector", {"block_size": 64}, {}, None),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "env", "tokens"), CHUNKED)
+def test_a_chunk_is_known_where_it_is_stated(
+    name: str, options: Any, env: dict[str, str], tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("LMCACHE_CHUNK_SIZE", "LMCACHE_CONFIG_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in env.items():
+        monkeypatch.setenv(variable, value)
+    transfer = SimpleNamespace(kv_connector_extra_config=options)
+    spec: Any = SimpleNamespace(index=1, connector_class=type(name, (), {}), transfer_config=transfer)
+    assert chunk_tokens([spec], 16) == ({} if tokens is None else {1: tokens})

@@ -64,6 +64,8 @@ kvobs_save_stall_seconds_sum{connector="disk",engine="0",model_name="tiny"} 54.3
 kvobs_prefill_saved_seconds_total{connector="cpu",engine="0",model_name="tiny"} 0.9
 kvobs_load_waited_seconds_total{connector="cpu",engine="0",model_name="tiny"} 0.4
 kvobs_estimated_loads_total{connector="cpu",engine="0",model_name="tiny"} 3.0
+kvobs_missed_tokens_total{connector="cpu",engine="0",model_name="tiny",reason="evicted"} 192.0
+kvobs_missed_tokens_total{connector="cpu",engine="0",model_name="tiny",reason="never_seen"} 64.0
 kvobs_estimate_prefills_total{engine="0",model_name="tiny"} 5.0
 kvobs_call_duration_seconds_sum{connector="cpu",engine="0",hook="get_num_new_matched_tokens",model_name="tiny"} 0.125
 kvobs_call_duration_seconds_sum{connector="cpu",engine="0",hook="start_load_kv",model_name="tiny"} 54321.0
@@ -90,6 +92,7 @@ def test_the_growth_of_each_connector_is_counted_over_engines_and_modes() -> Non
         "loaded_tokens": 3968, "loaded_bytes": 1_600_000_000, "bytes_per_s": pytest.approx(2e10),
         "load_p50_s": None, "load_p99_s": None, "load_mean_s": pytest.approx(0.02), "load_stall_s": 0.5,
         "save_stall_s": 0.25, "estimated_loads": 3, "saved_s": 0.9, "waited_s": 0.4, "scheduler_s": 0.125,
+        "missed_tokens": {"never_seen": 64, "evicted": 192},
     }  # fmt: skip
     assert (disk.connector, disk.lookups, disk.hit_share, disk.pending) == ("disk", 0, None, 54321)
     assert (disk.offered_tokens, disk.lost_tokens, disk.save_stall_s, disk.saved_s) == (2048, 64, 54.321, None)
@@ -181,7 +184,7 @@ def test_kvobs_numbers_are_read_as_they_were_counted_and_percentiles_within_a_te
 
 def test_every_field_has_one_measure_and_what_nobody_has_is_left_out() -> None:
     assert [measure.field for measure in MEASURES] == sorted(
-        asdict(sums()).keys() - {"connector"}, key=[measure.field for measure in MEASURES].index
+        asdict(sums()).keys() - {"connector", "missed_tokens"}, key=[measure.field for measure in MEASURES].index
     )
     assert len({measure.title for measure in MEASURES}) == len(MEASURES)
     quiet = [measure.field for measure in shown([sums()])]

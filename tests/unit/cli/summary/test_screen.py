@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from rich.console import Console
 
-from kvobs.cli.summary.rows import ConnectorSums, PromptTokens, ServerSums, connector_sums
-from kvobs.cli.summary.screen import Grid, Picture, source_line
+from kvobs.cli.summary.rows import MISSED, ConnectorSums, PromptTokens, ServerSums, connector_sums
+from kvobs.cli.summary.screen import Grid, Picture, notes, source_line
 from kvobs.export.numbers import Numbers
+from kvobs.schema import signals
 
 NONE = connector_sums("cpu", Numbers())
 CPU = replace(
@@ -141,3 +142,11 @@ def printed_grid(grid: Grid) -> str:
     with console.capture() as capture:
         console.print(grid)
     return capture.get().strip()
+
+
+def test_what_was_not_offered_is_a_line_with_its_reasons_the_largest_first() -> None:
+    missed = replace(CPU, missed_tokens={"never_seen": 100, "evicted": 300})
+    server = ServerSums("here", connectors=(missed, replace(DISK)))
+    says = "cpu was asked for 400 tokens that it did not offer: 75 % evicted, 25 % in new prompts."
+    assert [line for line in notes(server) if "not offer" in line] == [says]
+    assert MISSED.keys() == set(signals.MISSED_TOKENS.labels["reason"])
