@@ -137,12 +137,13 @@ def scheduler_side(
         recorders.reports,
     ]
     handing = between_engines(specs)
-    followers += [Peers(recorder, [spec.index for spec in handing]) if handing else None, _first_loads(handing)]
+    handed_over = [spec.index for spec in handing]
+    followers += [Peers(recorder, handed_over) if handing else None, _first_loads(handing)]
     followed = Composed(followers)
     gains = Gains(recorder, followed, *step_limits(vllm_config))
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
     chunks = chunk_tokens(specs, max(layout.block_sizes, default=0))
-    reuse = PromptReuse(recorder, followed, *prompt_sizes, chunks=chunks, elsewhere=handing)
+    reuse = PromptReuse(recorder, followed, *prompt_sizes, chunks=chunks, elsewhere=handed_over)
     for connector in connectors:
         connector.kv_events.watcher = reuse.evictions
     open_transfers = OpenTransfers(names, ledger, awaited, recorder, reporting, options.stuck_after_s)

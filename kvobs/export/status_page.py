@@ -98,7 +98,7 @@ class Waiting(NamedTuple):
     def hangs(self) -> bool:
         """Whether it is older than `kvobs top` tolerates; a loaded request may wait for others that compute."""
         kind = self.what.partition(" ")[0]
-        return kind != "resume" and self.age_s >= HANGS.limits.get(kind, float("inf"))
+        return kind != "awaiting" and self.age_s >= HANGS.limits.get(kind, float("inf"))
 
 
 class Line(NamedTuple):
@@ -240,7 +240,7 @@ def _waiting(values: Values) -> Iterator[Waiting]:
     for has, age in numbers.by_name.get(signals.OLDEST_IN_FLIGHT.name, ()):
         if age:
             n = int(numbers.total(signals.IN_FLIGHT, **has))
-            yield Waiting(has["engine"], has["connector"], has["kind"], n, age)
+            yield Waiting(has["engine"], has["connector"], has["kind"].replace("_", " "), n, age)
 
 
 def newest_loads(engines: Iterable[Totals]) -> tuple[list[LoadTrace], int]:

@@ -15,7 +15,7 @@ from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.run import host_memory
 from kvobs.demo.server import HOST, Server
 from tests.engine import serving
-from tests.engine.connectors import SPAN as OF_CHILD
+from tests.engine.connectors import SPAN as OF_CONNECTOR
 from tests.engine.metered import ASYNC, SYNC, configuration
 from tests.engine.prometheus import scraping
 from tests.engine.readings import Growth
@@ -99,8 +99,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Col
 def test_a_trace_holds_vllms_span_and_those_of_the_load_on_each_rank(server: Server, collector: Collector) -> None:
     headers = traceparent("03")  # as SDKs send it: sampled, and the ids are random
     ask(server, prompt("async"), {**ASYNC, "load_ms": {"0": 5, "1": 200}}, headers=headers)
-    spans = arrived(collector, trace_id(headers), "llm_request", "kv.lookup", "kv.load steered", OF_CHILD)
-    own = named(spans, OF_CHILD)
+    spans = arrived(collector, trace_id(headers), "llm_request", "kv.lookup", "kv.load steered", OF_CONNECTOR)
+    own = named(spans, OF_CONNECTOR)
     spans = [span for span in spans if span not in own]
     (request,), (lookup,), (load,) = (named(spans, name) for name in ("llm_request", "kv.lookup", "kv.load steered"))
     ranks = named(spans, "kv.load.rank")

@@ -27,7 +27,7 @@ AT_ONCE = 40
 """Requests of one storm; after it the engine goes idle."""
 CALM_STEPS = 60
 HOOKS = (*OF_SCHEDULER, *OF_WORKER, "request_finished_all_groups")
-CHILD = Character(
+CONNECTOR = Character(
     hits=0.7,
     asynchronous=0.6,
     pending=0.2,
@@ -61,7 +61,7 @@ class Storm(Clocked):
 
     def __init__(self, name: str, random: Random, patch: pytest.MonkeyPatch, running: Running) -> None:
         self.random, self.failing, self.added = random, Failing(), 0
-        life = Life((CHILD, CHILD), (), running=running, seed=random.getrandbits(32), blocks=60, most_running=8)
+        life = Life((CONNECTOR, CONNECTOR), (), running=running, seed=random.getrandbits(32), blocks=60, most_running=8)
         STAGES[name] = stage = Stage(life, self.failing)
         self.make_rig = lambda _router, *, kvobs, **_: engine.Engine(stage, name, "kvobs", kvobs)
         names = ["best", "other"]

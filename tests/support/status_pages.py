@@ -160,7 +160,7 @@ def hanging() -> Drawn:
     made.hangs(2, "start_load_kv", 1, 45)
     made.hangs(2, "start_load_kv", 4, 41)
     made.waits(3, "load", 12, 95)
-    made.waits(0, "resume", 3, 20)
+    made.waits(0, "awaiting_schedule", 3, 20)
     made.pages.write(slow_load(1, "remote", 12.5))
     return made
 

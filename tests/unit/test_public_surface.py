@@ -16,7 +16,7 @@ from kvobs import testing
 INTERNAL = {
     "kvobs.schema.config": {"explain", "is_enabled", "validate"},  # with findings; `read` raises them
     "kvobs.schema.signals": {
-        *("Series", "slot", "find", "locate", "place", "of_connector"),  # places in the payload
+        *("Series", "slot", "find", "locate", "word", "of_connector"),  # words of a page
         "labelnames",  # of what the exporter serves
         "no_estimate",  # a text of commands
         *("is_timed", "hook_label"),  # about hooks; they are here because labels need them

@@ -93,7 +93,7 @@ def check(
     if place is not None:
         places = ", ".join(source.location or "''" for source in sources)
         sources = [source for source in sources if source.location == place]
-        sources = sources or [Source(findings=(kinds.NO_PLACE.at("CONFIG", location=place, places=places),))]
+        sources = sources or [Source(findings=(kinds.NO_PLACE.at("CONFIG", location=place, locations=places),))]
     given = {
         "disable-log-stats": disable_log_stats,
         "otlp-traces-endpoint": otlp_traces_endpoint,

@@ -106,7 +106,7 @@ def test_what_hangs_is_named_with_its_call_and_age() -> None:
     assert re.search(r"Hangs remote : call for 4\d s, in start_load_kv on rank 1", text)
     assert re.search(r"remote call start_load_kv on rank 4, hangs 1 4\d s", text)
     assert re.search(r"peer load, hangs 12 9\d s", text)
-    assert "cpu resume 3 " in text  # it may wait for others that compute
+    assert "cpu awaiting schedule 3 " in text  # it may wait for others that compute
 
 
 def test_slow_loads_are_waterfalls_the_newest_first_and_bounded() -> None:

@@ -15,7 +15,7 @@ from kvobs.telemetry.tracing.trace_context import KEY
 from tests.support.contexts import json_values
 
 SECRET = "s3cr3t-" + "key" * 9
-CHILD = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
 # Long keys and very many have tests of their own.
 names_of_options = st.sampled_from([*Options.model_fields, *TracingOptions.model_fields])
@@ -38,7 +38,7 @@ connectors = st.lists(
 configurations = st.fixed_dictionaries(
     {},
     optional={
-        "connectors": anything | connectors | st.just([CHILD, CHILD]),
+        "connectors": anything | connectors | st.just([CONNECTOR, CONNECTOR]),
         KEY: anything | st.fixed_dictionaries({}, optional=of_options) | st.dictionaries(keys, anything, max_size=3),
         "else": anything,
     },
@@ -67,7 +67,7 @@ def test_any_json_is_a_configuration_or_its_mistakes_are_named(extra: dict[str, 
 @settings(max_examples=50)
 @given(st.dictionaries(st.sampled_from(["kv_connector", "kv_role", "engine_id", "kv_port", "x"]), anything))
 def test_any_json_in_a_connectors_place_is_a_connector_or_named(entry: dict[str, Any]) -> None:
-    extra = {"connectors": [CHILD, {**CHILD, **entry}]}
+    extra = {"connectors": [CONNECTOR, {**CONNECTOR, **entry}]}
     parent = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
     try:
         assert len(read_specs(parent)) == 2
@@ -80,7 +80,7 @@ def test_a_configuration_that_json_can_just_nest_is_read() -> None:
     depth = 900
     for deep in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
         for name in Options.model_fields:
-            assert isinstance(outcome({"connectors": [CHILD], KEY: {name: json.loads(deep)}}), ConfigError)
+            assert isinstance(outcome({"connectors": [CONNECTOR], KEY: {name: json.loads(deep)}}), ConfigError)
         assert isinstance(outcome({"connectors": json.loads(deep)}), ConfigError)
 
 
@@ -99,21 +99,21 @@ LONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("what", LONG)
 def test_a_message_is_short_whatever_is_long_and_however_many_mistakes_there_are(what: str) -> None:
-    found = outcome({"connectors": [CHILD], KEY: LONG[what]})
+    found = outcome({"connectors": [CONNECTOR], KEY: LONG[what]})
     assert isinstance(found, ConfigError)
     assert len(str(found)) < (20_000 if "many" in what else 2000)
 
 
 WITH_SECRET: dict[str, Any] = {
-    "good": [{**CHILD, "kv_connector_extra_config": {"access_key": SECRET}}],
+    "good": [{**CONNECTOR, "kv_connector_extra_config": {"access_key": SECRET}}],
     "a class that nobody has": [{"kv_connector": "Nothing", "kv_connector_extra_config": {"access_key": SECRET}}],
-    "a wrong role": [{**CHILD, "kv_role": "x", "kv_connector_extra_config": {"access_key": SECRET}}],
+    "a wrong role": [{**CONNECTOR, "kv_role": "x", "kv_connector_extra_config": {"access_key": SECRET}}],
     "no class": [{"kv_connector_extra_config": {"access_key": SECRET}}],
-    "no list": {**CHILD, "kv_connector_extra_config": {"access_key": SECRET}},
+    "no list": {**CONNECTOR, "kv_connector_extra_config": {"access_key": SECRET}},
     "no list, and the secret first": {"kv_connector_extra_config": {"access_key": SECRET}},
     "a list too many": [[{"access_key": SECRET}]],
-    "a misspelt key": [{**CHILD, "kv_conector_extra_config": {"access_key": SECRET}}],
-    "no object": [{**CHILD, "kv_connector_extra_config": SECRET}],
+    "a misspelt key": [{**CONNECTOR, "kv_conector_extra_config": {"access_key": SECRET}}],
+    "no object": [{**CONNECTOR, "kv_connector_extra_config": SECRET}],
 }
 
 

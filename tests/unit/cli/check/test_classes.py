@@ -50,7 +50,7 @@ def test_the_check_says_what_is_built(kind: str) -> None:
     ]
     assert [connector.kv_role for connector in said] == [c._kv_transfer_config.kv_role for c in worker._connectors]
     for connector, built in zip(said, worker._side.connectors, strict=True):
-        facts, real = connector.facts, built.connector
+        facts, real = connector.facts, built.wrapped
         assert facts is not None
         assert facts.class_path == f"{type(real).__module__}.{type(real).__qualname__}"
         assert facts.supports_hma == supports_hma(real)

@@ -1,6 +1,17 @@
 """Scenes of loads that fail, of exceptions and of quarantine."""
 
-from tests.unit.dashboards.scenes.scene import BUILD, OF_CHILD, OF_ENGINE, OLD, START, UP, Fires, Scenes, Series, rare
+from tests.unit.dashboards.scenes.scene import (
+    BUILD,
+    OF_DISK,
+    OF_ENGINE,
+    OLD,
+    START,
+    UP,
+    Fires,
+    Scenes,
+    Series,
+    rare,
+)
 
 ONE_IN_FOUR_MINUTES = " ".join(f"{number}x7" for number in range(50))
 
@@ -27,7 +38,7 @@ def failing(policy: str, ending: str) -> Scenes:
         return loads(failed, ok, policy)
 
     says = (
-        f"{{}} of the loads from {OF_CHILD} failed in the last five minutes (in the last six hours if there are few "
+        f"{{}} of the loads from {OF_DISK} failed in the last five minutes (in the last six hours if there are few "
         f"loads). {ending}"
     )
     other = "fail" if policy == "recompute" else "recompute"
@@ -107,13 +118,13 @@ SCENES = {
     "KvobsRequestsFailing": failing("fail", "Their requests fail because kv_load_failure_policy is `fail`."),
     "KvobsFailedSyncLoads": rare(
         "kvobs_failed_sync_loads_total",
-        f"{{}} synchronous loads from {OF_CHILD} failed in the last fifteen minutes. Blocks that other connectors "
+        f"{{}} synchronous loads from {OF_DISK} failed in the last fifteen minutes. Blocks that other connectors "
         "saved in the same step may be wrong, as may answers that use them. Other connectors: cpu.",
         beside={"kvobs_connector_info": UP},
     ),
     "KvobsCorruptLoads": rare(
         'kvobs_corrupt_blocks_total{rank="1"}',
-        f"In the last fifteen minutes, {{}} verified blocks that {OF_CHILD} loaded on rank 1 differed from the blocks "
+        f"In the last fifteen minutes, {{}} verified blocks that {OF_DISK} loaded on rank 1 differed from the blocks "
         "computed for the same tokens. The answers of their requests may be wrong, although the loads count as "
         "successful. The request log (option `request_log`) marks all of these requests with the field `wrong_blocks`. "
         "vLLM's log names one a minute, and the connectors that may have overwritten its blocks.",
@@ -145,13 +156,13 @@ SCENES = {
         fires=(
             Fires(
                 quarantined("0+0x20 1+0x40"), "20m",
-                f"{OF_CHILD} was in quarantine for 100% of the last five minutes because it failed. Requests are "
+                f"{OF_DISK} was in quarantine for 100% of the last five minutes because it failed. Requests are "
                 "served without its cache.",
             ),
             Fires(
                 quarantined("1 1 0 1 1 1 0 1 1 1 1 0 1 1 1 0 1 1 1 1 1 1 0 1 1 1 0 1 1 1"),  # trials
                 "10m",
-                f"{OF_CHILD} was in quarantine for 81.82% of the last five minutes because it failed. Requests are "
+                f"{OF_DISK} was in quarantine for 81.82% of the last five minutes because it failed. Requests are "
                 "served without its cache.",
             ),
         ),
@@ -164,6 +175,6 @@ SCENES = {
     ),
     "KvobsConnectorErrors": rare(
         'kvobs_call_errors_total{hook="get_num_new_matched_tokens",error_type="TimeoutError"}',
-        f"{OF_CHILD} raised {{}} exceptions in the last fifteen minutes.",
+        f"{OF_DISK} raised {{}} exceptions in the last fifteen minutes.",
     ),
 }  # fmt: skip

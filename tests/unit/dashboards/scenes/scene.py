@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 Series = Mapping[str, str]
 """What samples each series has, one every 30 s, in promtool's notation: a+bxN is a, and N more, b apart."""
 
-OF_CHILD = "disk on engine 0 of gpu-1:8000 (org/model a&b)"
+OF_DISK = "disk on engine 0 of gpu-1:8000 (org/model a&b)"
 OF_ENGINE = "engine 0 of gpu-1:8000 (org/model a&b)"
 NOTHING: Series = {}
 UP, UNKNOWN = "1+0x400", "_x400"

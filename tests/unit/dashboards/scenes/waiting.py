@@ -1,6 +1,6 @@
 """Scenes of what is in progress for long: transfers, lookups, calls, and ranks that are waited for."""
 
-from tests.unit.dashboards.scenes.scene import OF_CHILD, OF_ENGINE, OLD, START, Fires, Scenes, Series, rare
+from tests.unit.dashboards.scenes.scene import OF_DISK, OF_ENGINE, OLD, START, Fires, Scenes, Series, rare
 
 OLDEST = 'kvobs_oldest_in_flight_seconds{kind="save"}'
 OLDEST_LOAD = OLDEST.replace("save", "load")
@@ -12,7 +12,7 @@ ASKED = {'kvobs_in_flight{kind="lookup"}': "4+0x400"}
 STUCK = 'kvobs_stuck_transfers_total{rank="1"}'
 RANK_1 = {"rank": "1"}
 STUCK_SAYS = (
-    f"Rank 1 has not reported {{}} transfers of {OF_CHILD} that other ranks finished more than `stuck_after_s` ago. "
+    f"Rank 1 has not reported {{}} transfers of {OF_DISK} that other ranks finished more than `stuck_after_s` ago. "
     "These became stuck in the last fifteen minutes, or earlier and are still open. Their requests wait, or their "
     "blocks stay held."
 )
@@ -66,7 +66,7 @@ ONE_IN_EIGHT_MISSED = " stale ".join(["0+30x5", *(f"{begin}+30x6" for begin in r
 def unfinished(kind: str, says: str, *quiet: str, at: int = 2, what: str = "") -> Scenes:
     """Return the scenes of what has been in progress for long, by its age; others in progress are quiet."""
     oldest = OLDEST.replace("save", kind)
-    says = f"The oldest {what or kind} of {OF_CHILD} {says}"
+    says = f"The oldest {what or kind} of {OF_DISK} {says}"
     return Scenes(
         healthy={oldest: "5+0x400"},
         fires=tuple(
@@ -93,7 +93,7 @@ SCENES = {
         healthy={CALL: "5+0x400"},
         fires=(Fires(
             {CALL: "0+30x100"}, "2m",
-            f"wait_for_save of {OF_CHILD} has been in progress for 2m 0s (rank: 1). The engine runs no "
+            f"wait_for_save of {OF_DISK} has been in progress for 2m 0s (rank: 1). The engine runs no "
             "step until the call returns, so all its requests wait.", {"hook": "wait_for_save", "rank": "1"},
         ),),
         ended={CALL: "_x40 0+30x58 stale _x300"}, idle={},
@@ -167,12 +167,12 @@ SCENES = {
         OLDEST_LOOKUP,
     ),
     "KvobsConnectorBlocksEngine": scheduler_share(
-        "0+0.3x400", "+18", f"The scheduler spent 61% of the last 90 seconds in calls into {OF_CHILD}. The engine "
+        "0+0.3x400", "+18", f"The scheduler spent 61% of the last 90 seconds in calls into {OF_DISK}. The engine "
         "runs no step during such a call, so all its requests wait.", scheduler_times("0+12x400"),
         scheduler_times("0+0.3x40 12+18x1 48+0.3x300"),  # half a minute of it
     ),
     "KvobsConnectorBlocksScheduler": scheduler_share(
-        "0+0.3x400", "+6", f"The scheduler spends 21% of its time in calls into {OF_CHILD}. This share was too high "
+        "0+0.3x400", "+6", f"The scheduler spends 21% of its time in calls into {OF_DISK}. This share was too high "
             "for more than five of the last ten minutes. The engine runs no step during such a call.",
         scheduler_times("0+0.3x40 12+9x5 57+0.3x300"),  # 30 % for three minutes
         scheduler_times("0+0.3x40 12+18x2 48+0.3x300"),  # a minute of it
@@ -190,7 +190,7 @@ SCENES = {
         healthy=saves_and_events("0+2x400", "0+9x400"),
         fires=(Fires(
             saves_and_events("0+2x400", "0+9x40 360+0x360"), "50m",
-            f"{OF_CHILD} completed 60 saves in the last fifteen minutes without publishing a KV cache event. "
+            f"{OF_DISK} completed 60 saves in the last fifteen minutes without publishing a KV cache event. "
             "Routers no longer send requests to the engine that has their prefix.",
         ),),
         ended=saves_and_events("0+2x400", "0+0x99 0+9x300"), idle=saves_and_events("200+0x400", "900+0x400"),
@@ -204,7 +204,7 @@ SCENES = {
         fires=tuple(
             Fires(
                 series, "60m",
-                f"Rank 1 was the slowest in {share} of the loads and saves of {OF_CHILD} in the last fifteen minutes; "
+                f"Rank 1 was the slowest in {share} of the loads and saves of {OF_DISK} in the last fifteen minutes; "
                 "all other ranks waited for it.", RANK_1,
             )
             for series, share in (

@@ -1,10 +1,10 @@
 """Scenes of loads that work and are not worth it: slow ones, those that do not pay, hits that nobody loads."""
 
-from tests.unit.dashboards.scenes.scene import OF_CHILD, Fires, Scenes, Series
+from tests.unit.dashboards.scenes.scene import OF_DISK, Fires, Scenes, Series
 
 LOAD_TIME = "kvobs_load_duration_seconds"
 SLOW_SAYS = (
-    f"Most async loads from {OF_CHILD}, or one in a hundred for ten minutes, take about 2.594s or longer "
+    f"Most async loads from {OF_DISK}, or one in a hundred for ten minutes, take about 2.594s or longer "
     "(thresholds: 1 s, and 0.1 s per 1000 tokens of "
     "an average load). Requests wait that long for their first token."
 )
@@ -93,7 +93,7 @@ def stored(
 
 
 NEVER_SERVES = (
-    f"1 requests per second looked up {OF_CHILD}, but none loaded from it in 3 hours. Prompts evicted from vLLM's own "
+    f"1 requests per second looked up {OF_DISK}, but none loaded from it in 3 hours. Prompts evicted from vLLM's own "
     "cache recur: they are recomputed, or loaded from another connector."
 )
 
@@ -117,7 +117,7 @@ SCENES = {
         healthy=paces("0+3x400"),
         fires=(Fires(
             paces("0+90x400"),  # from 30 ms to 900 ms
-            "30m", f"Loads from {OF_CHILD} take 30 times as long as they did a day ago, for the same number of tokens.",
+            "30m", f"Loads from {OF_DISK} take 30 times as long as they did a day ago, for the same number of tokens.",
         ),),
         ended=paces("0+90x100 9000+3x300"), idle=paces("500+0x400", "500+0x400", "500+0x400"),
         quiet=(
@@ -133,7 +133,7 @@ SCENES = {
         healthy=over_link("0+0.3x400"),
         fires=(Fires(
             over_link("0+10x400"), "60m",
-            f"While loads from {OF_CHILD} were in progress in the last fifteen minutes, they used at most 2% of the "
+            f"While loads from {OF_DISK} were in progress in the last fifteen minutes, they used at most 2% of the "
             "bandwidth of its links (link_gbps). Check that they use RDMA, not TCP.",
         ),),
         ended=over_link("0+10x100 1000+0.3x300"),
@@ -151,7 +151,7 @@ SCENES = {
         healthy=paying("0+10x400", "0+100x400"),
         fires=(Fires(
             paying("0+75x400", "0+100x400"), "50m",
-            f"For 75% of the loads from {OF_CHILD}, requests waited longer than computing the same tokens would "
+            f"For 75% of the loads from {OF_DISK}, requests waited longer than computing the same tokens would "
             "have taken.",
         ),),
         ended=paying("0+75x100 7500+0x300", "0+100x400"), idle=paying("75+0x400", "100+0x400"),
@@ -161,7 +161,7 @@ SCENES = {
         healthy=evicting("0+10x400"),
         fires=(Fires(
             evicting("0+40x400"), "65m",
-            f"Prompts ask again for 40% of the tokens that {OF_CHILD} evicts, and vLLM's own cache does not have them. "
+            f"Prompts ask again for 40% of the tokens that {OF_DISK} evicts, and vLLM's own cache does not have them. "
             "They are computed again, or loaded from another connector.",
         ),),
         ended=evicting("0+40x100 4000+0x300"), idle=evicting("9000+0x400", "10000+0x400", "90000+0x400"),
@@ -174,7 +174,7 @@ SCENES = {
         healthy=tokens("0+1000x400", "0+10000x400"),
         fires=(Fires(
             tokens("0+5000x400", "0+10000x400"), "50m",
-            f"50% of the tokens that {OF_CHILD} offered were computed instead of loaded, because a connector with "
+            f"50% of the tokens that {OF_DISK} offered were computed instead of loaded, because a connector with "
             "fewer tokens was chosen.",
         ),),
         ended=tokens("0+5000x100 500000+0x300", "0+10000x400"), idle=tokens("9000+0x400", "10000+0x400", "1000+0x400"),
