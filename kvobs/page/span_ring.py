@@ -90,6 +90,8 @@ class SpanReader:
                 if self._at >= self._ends[RING_TAIL]:  # not overwritten meanwhile: it is none
                     self._at = self._ends[RING_HEAD]
                 continue
+            if self._at < self._ends[RING_TAIL]:
+                continue  # its header may be half of another record's: the checksum is of the data only
             self.missed += max(0, before - self._seen)
             self._seen = before + spans
             self._at += -(-(_FRAME.size + length) // WORD) * WORD

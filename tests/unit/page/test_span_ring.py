@@ -157,6 +157,29 @@ def test_spans_that_are_overwritten_while_they_are_read_are_missed_and_no_others
     assert found == [*range(reader.missed, mine.written)] == numbers(oldest)
 
 
+def test_a_header_that_is_overwritten_while_it_is_read_counts_nothing() -> None:
+    mine = Ring()
+    for _ in range(5):
+        mine.write()
+    first = mine.reader()
+    next(first.read())
+
+    class Torn(SpanReader):
+        is_torn = True
+
+        def _frame(self) -> tuple[int, int, int, int] | None:
+            frame = super()._frame()
+            if frame is None or not self.is_torn:
+                return frame
+            self.is_torn = False
+            mine.words[RING_TAIL] = first.position[0]
+            return frame[0] + 49, *frame[1:]
+
+    reader = Torn(mine.words, 0, SIZE, (0, 0))
+    assert numbers(reader) == [1, 2, 3, 4]
+    assert reader.missed == 1
+
+
 @pytest.mark.parametrize("size", [SIZE, 1 << 18])
 @pytest.mark.parametrize("waits", [True, False])
 def test_another_process_reads_while_the_writer_writes(size: int, waits: bool) -> None:
