@@ -118,8 +118,8 @@ JOINT_FAULTS = (
     JointFault(
         "the candidate of an earlier lookup stays after a miss",
         f"{ROUTING}/scheduler.py",
-        "        self.ledger.propose(request.request_id, (best.connector, best.is_async) if best.tokens else None)\n",
-        "        if best.tokens:\n            self.ledger.propose(request.request_id, (best.connector, best.is_async))\n",
+        "        self.ledger.propose(request.request_id, (best.connector_index, best.is_async) if best.tokens else None)\n",
+        "        if best.tokens:\n            self.ledger.propose(request.request_id, (best.connector_index, best.is_async))\n",
         f"{UNIT}/routing/test_stock_faults.py",
     ),
     JointFault(
@@ -210,12 +210,12 @@ JOINT_FAULTS = (
         "connectors get the allocation before their lookup is left open",
         f"{ROUTING}/hook_targets.py",
         "        self._open_lookups.leave_open(request, blocks, computed, left_open)\n"
-        "        for connector in self._children:\n"
+        "        for connector in self._connectors:\n"
         "            is_shown = self._visibility[connector.index].allocates(request_id)\n"
         "            if is_shown and not self._open_lookups.has(connector.index, request_id):\n"
         "                self.isolation.allocated(connector.index, request_id)\n"
         "                yield connector\n",
-        "        for connector in self._children:\n"
+        "        for connector in self._connectors:\n"
         "            is_shown = self._visibility[connector.index].allocates(request_id)\n"
         "            if is_shown and not self._open_lookups.has(connector.index, request_id):\n"
         "                self.isolation.allocated(connector.index, request_id)\n"
@@ -270,14 +270,14 @@ JOINT_FAULTS = (
     JointFault(
         "one connector's label values use up those of the others",
         "kvobs/page/rows.py",
-        "        alike = sum(key[:2] == (signal, connector) for key in self._at)\n",
+        "        alike = sum(key[:2] == (signal, index) for key in self._at)\n",
         "        alike = sum(key[0] == signal for key in self._at)\n",
         f"{UNIT}/page/test_rows.py",
     ),
     JointFault(
         "of several processes one connector's label values use up those of the others",
         f"{EXPORT}/engine.py",
-        "self._rows.setdefault((signal, connector), {other})",
+        "self._rows.setdefault((signal, index), {other})",
         "self._rows.setdefault((signal, 0), {other})",
         f"{UNIT}/export/test_engine_rows.py",
     ),
@@ -432,21 +432,21 @@ JOINT_FAULTS = (
     JointFault(
         "a failure that another connector reports is taken for the load's end",
         "kvobs/state/ledger.py",
-        "            if load is None or load.connector != connector or load.is_async is is_sync:\n",
-        "            if load is None or (load.connector != connector and kind is not ReportKind.FAILED) or load.is_async is is_sync:\n",
+        "            if load is None or load.connector_index != index or load.is_async is is_sync:\n",
+        "            if load is None or (load.connector_index != index and kind is not ReportKind.FAILED) or load.is_async is is_sync:\n",
         STRANGERS,
     ),
     JointFault(
         "hooks that were replaced after the constructor are not bound again",
         "kvobs/connector/__init__.py",
-        "        changed = [connector.bind() for connector in self._children]\n",
+        "        changed = [connector.bind() for connector in self._sub_connectors]\n",
         "        changed: list[bool] = []\n",
         STRANGERS,
     ),
     JointFault(
         "methods beyond vLLM's class are not passed on",
         "kvobs/connector/__init__.py",
-        '        connectors = vars(self).get("_children", ())\n',
+        '        connectors = vars(self).get("_sub_connectors", ())\n',
         "        connectors: Any = ()\n",
         STRANGERS,
     ),
@@ -468,8 +468,8 @@ JOINT_FAULTS = (
     JointFault(
         "peers are those of the first connector between engines",
         WIRING,
-        "Peers(recorder, handing)",
-        "Peers(recorder, handing[:1])",
+        "Peers(recorder, handed_over)",
+        "Peers(recorder, handed_over[:1])",
         PRODUCT,
     ),
     JointFault(
@@ -573,7 +573,7 @@ JOINT_FAULTS = (
     JointFault(
         "events of a connector that only the second rank has are lost in the merge",
         f"{ROUTING}/metadata.py",
-        "                self.by_index[connector] = container\n",
+        "                self.by_index[index] = container\n",
         "                continue\n",
         f"{UNIT}/test_observed.py::test_saved_tokens_are_counted_once_for_all_ranks",
     ),

@@ -92,9 +92,9 @@ ALLOWED: dict[str, Callable[[Entry, Life], Entry | None]] = {
 """By the name of a declared deviation, what is left out of both runs for it."""
 
 FROM_HERE: dict[Cause, str] = {
-    Cause.STRAY_RECEIPT: "stray-reports-left-out",
-    Cause.STRAY_FAILURE: "stray-reports-left-out",
-    Cause.STRAY_SAVE: "stray-reports-left-out",
+    Cause.STRAY_RECEIPT: "unexpected-reports-left-out",
+    Cause.STRAY_FAILURE: "unexpected-reports-left-out",
+    Cause.STRAY_SAVE: "unexpected-reports-left-out",
     Cause.EARLY_SAVE: "early-saves-held",
     Cause.TAILS: "partial-tails-counted",
     Cause.TWO_COMPLETIONS: "one-completion",

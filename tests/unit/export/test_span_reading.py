@@ -148,13 +148,13 @@ def test_it_is_noted_what_was_read_before_it_is_handed_over(
     mine = read(pages)
     assert mine.go_on() == 0
     assert mine.events == []
-    cut = mine.converter.converter.convert
+    convert = mine.converter.converter.convert
 
     def note(groups: Sequence[Any], engine: int) -> list[Record]:
         mine.events.append("handed over")
-        return cut(groups, engine)
+        return convert(groups, engine)
 
-    monkeypatch.setattr(mine.converter.converter, "cut", note)
+    monkeypatch.setattr(mine.converter.converter, "convert", note)
     pages.write([record()], [SLOW])
     mine.go_on()
     assert mine.events == ["noted", "handed over", "handed over"]
