@@ -73,7 +73,7 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
         **{OLDEST(f"with {kind}", kind): "15x20" for kind in ("lookup", "load", "awaiting_schedule", "save")},
         **{f'kvobs_in_flight{{connector="with {kind}",kind="{kind}"}}': "1x20" for kind in ("load", "save")},
     }
-    hanging = ("hanging", "with lookup", "with load", "with resume")
+    hanging = ("hanging", "with lookup", "with load", "with awaiting_schedule")
     states = {
         "idle": "Idle", "well": "OK", "slow": "Slow", "blocking": "Blocks steps", "failing": "Failing",
         "out": "Quarantined", "back": "OK", "fatal": "Ended the engine", "with save": "OK",
@@ -86,9 +86,9 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
     asking = series | {COUNT: "0+700x20"}
     assert names[int(answers(tmp_path, asking, asked)["blocking"])] == "Slow"
     # Where a step computes, a loaded request may wait for others.
-    computing = asking | {STEPS: RISING, OLDEST("with resume", "load"): "0x20"}
+    computing = asking | {STEPS: RISING, OLDEST("with awaiting_schedule", "load"): "0x20"}
     again = {of: names[int(number)] for of, number in answers(tmp_path, computing, asked).items()}
-    assert set(states) - set(again) == {"with resume"}
+    assert set(states) - set(again) == {"with awaiting_schedule"}
     assert {of: again[of] for of in again} == {of: states[of] for of in again}
 
 
@@ -118,7 +118,7 @@ def test_the_tile_shows_what_hangs_of_calls_and_of_all_that_waits(tmp_path: Path
             for age in (14, 15)
         },
     }
-    assert answers(tmp_path, series, questions.hang_ages()) == {"a": 2, "load 15": 15, "resume 15": 15}
+    assert answers(tmp_path, series, questions.hang_ages()) == {"a": 2, "load 15": 15, "awaiting_schedule 15": 15}
 
 
 def test_every_measure_of_the_states_is_asked_for() -> None:
