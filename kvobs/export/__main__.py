@@ -23,8 +23,8 @@ def main() -> int:
         server = str(given.pop("server"))
         options = ExporterOptions.model_validate(given)
         lock = lock_of(server)
-        # No connector of the engine: vLLM kills those with it, and the last numbers would be lost. The engine waits for
-        # the first process: from then on one has the lock.
+        # Not a child process of the engine: vLLM kills those with it, and the last numbers would be lost. The engine
+        # waits for the first process: from then on one has the lock.
         if not lock.is_mine or os.fork():
             os._exit(0)
         serve(server, options, lock, outlives=True)

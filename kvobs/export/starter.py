@@ -1,7 +1,7 @@
 """Start the exporter of a server where its metrics are shown by no API server, and again where it has ended.
 
 The exporter needs nothing but the pages, so it can be restarted at any time: no count changes. It is a process
-without vLLM and torch, and no connector of the engine.
+without vLLM and torch, and not a child process of the engine.
 """
 
 from __future__ import annotations

@@ -330,7 +330,7 @@ def test_a_killed_exporter_comes_back_and_ends_with_the_engine(
         assert "kvobs's exporter has exited and is being restarted. No count is lost" in caplog.text
         with open(f"/proc/{second}/stat") as file:
             parent, _, session = file.read().rpartition(")")[2].split()[1:4]
-        assert os.getpid() not in (int(parent), int(session)), "no connector, and not in its session"
+        assert os.getpid() not in (int(parent), int(session)), "not its child process, and not in its session"
         running.close()
         page.get()
         end(engine.pid, signal.SIGTERM)

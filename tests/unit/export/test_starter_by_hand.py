@@ -12,6 +12,7 @@ from kvobs.page import files
 from kvobs.page.description import Identity
 from kvobs.schema.options import ExporterOption
 from tests.engine.serving import eventually
+from tests.support.starters import close_others
 from tests.support.watched import config
 
 ENGINE = config("an engine")
@@ -22,6 +23,7 @@ MISSING, ADDRESS = "are not exported", "serves the metrics at"
 def hasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     """Let a starter act at once; return what starts the exporter."""
     start = mock.Mock()
+    close_others()
     monkeypatch.setattr(files, "folder", lambda: tmp_path / "pages")
     for name, value in {"start": start, "LOOK_S": 0.01, "AUTO_AFTER_S": 0.0}.items():
         monkeypatch.setattr(starter, name, value)

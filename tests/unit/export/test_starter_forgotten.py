@@ -13,6 +13,7 @@ from kvobs.page import files
 from kvobs.schema.options import ExporterOptions
 from kvobs.testing import Rig, Script
 from tests.engine.serving import eventually
+from tests.support.starters import close_others
 
 
 def threads() -> int:
@@ -23,6 +24,7 @@ def threads() -> int:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     """Let a starter look all the time; return what starts the exporter."""
     start = mock.Mock()
+    close_others()
     monkeypatch.setattr(starter, "start", start)
     monkeypatch.setattr(starter, "LOOK_S", 0.01)
     return start
