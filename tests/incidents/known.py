@@ -80,10 +80,10 @@ def _hangs(title: str, hook: str, fault: str, rank: int | None) -> Incident:
     )
 
 
-def _waits(title: str, kind: str, log: str, alert: str) -> Incident:
+def _waits(title: str, kind: str, log: str, alert: str, *, logged_as: str = "") -> Incident:
     return Incident(
         title,
-        log=f"connector 'remote': {kind} of .* ({log})",
+        log=f"connector 'remote': {logged_as or kind} of .* ({log})",
         top=f"Hangs: {kind}",
         check=f"connector remote hangs: {kind}",
         overview=HANGS,
@@ -170,7 +170,11 @@ NOT_YET = _waits("'not yet' for ever", "lookup", f"{OPEN}the connector's answer"
 FEW_FAILING = replace(FAILING, title="all loads fail, 12 an hour", each_s=5, looked_at_s=16, pace=3600 // 12 // 5)
 """Three of them on the engine."""
 NOT_RESUMED = _waits(
-    "a loaded request is not resumed", "awaiting_schedule", f"{OPEN}vLLM's scheduler", "KvobsRequestsNotResumed"
+    "a loaded request is not resumed",
+    "awaiting_schedule",
+    f"{OPEN}vLLM's scheduler",
+    "KvobsRequestsNotResumed",
+    logged_as="scheduling",
 )
 LONG_MS = 25_000
 """For ever, as far as anybody looks; then it ends, so that what comes next is seen alone."""
