@@ -62,8 +62,9 @@ def test_a_summary_counts_what_was_asked_while_its_command_ran(model: Path, tmp_
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         after = counted(server)
         compare = [str(KVOBS), "summary", "--since-start", "--compare", str(saved)]
-        # Engines of other tests come and go meanwhile: the status may be theirs.
-        compared = subprocess.run(compare, capture_output=True, text=True, timeout=60, check=False).stdout
+        comparison = subprocess.run(compare, capture_output=True, text=True, timeout=60, check=False)
+    assert comparison.returncode == 0, comparison.stderr
+    compared = comparison.stdout
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "a benchmark\n", "")
     (found,) = [one for one in json.loads(saved.read_text())["servers"] if one["server"].endswith(str(server.port))]
     grown = {owner: {key: n - before[owner][key] for key, n in numbers.items()} for owner, numbers in after.items()}

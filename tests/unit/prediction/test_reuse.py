@@ -115,7 +115,8 @@ def test_shares_are_within_two_points_of_a_simulated_cache(
     stretch.cache_clear()
     blocks = sum(map(len, prompts))
     *hits, every = estimated(prompts, SIZES)
-    assert every == pytest.approx(blocks, rel=0.05)  # a scan's, with hashes of eight kinds: up to 4.2 %
+    # A scan's, with hashes of eight kinds: up to 4.2 %.
+    assert every == pytest.approx(blocks, rel=0.05 if trace is scan else POINTS)
     for size, estimate in list(zip(SIZES, hits, strict=True))[::3]:
         assert estimate / every == pytest.approx(served(prompts, size) / blocks, abs=POINTS), size
 
