@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -11,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from kvobs.export.load_traces import Part
 from kvobs.export.texts import time_of, took
 
 BAR = 16
@@ -24,28 +24,17 @@ GUIDE = 4
 """Characters by which rich indents each level of a tree."""
 
 
-class Row(NamedTuple):
-    """What took some time, at its place in the tree; ``is_bad`` is red."""
-
-    title: str
-    depth: int
-    start_ns: int
-    end_ns: int
-    words: str = ""
-    is_bad: bool = False
-
-
-def tree(heading: Text, rows: Sequence[Row]) -> Tree:
-    """Return a tree of rows, each followed by those under it."""
+def tree(heading: Text, rows: Sequence[Part]) -> Tree:
+    """Return a tree of parts, each followed by the parts under it; bad ones are red."""
     out = Tree(heading, guide_style="dim")
     branches = [out]
     for row, line in zip(rows, lines(rows), strict=True):
-        del branches[row.depth :]
+        del branches[1 + row.depth :]
         branches.append(branches[-1].add(line))
     return out
 
 
-def lines(rows: Sequence[Row]) -> Iterator["Line"]:
+def lines(rows: Sequence[Part]) -> Iterator["Line"]:
     """Yield each row as a line whose columns align with the row before, however deep each is."""
     if not rows:
         return
@@ -62,7 +51,7 @@ def lines(rows: Sequence[Row]) -> Iterator["Line"]:
 class Line:
     """A line of the tree. Its times are never cut: in a narrow window the bar goes first, then its words go below."""
 
-    row: Row
+    row: Part
     title_width: int
     times: tuple[str, str]
     widths: tuple[int, int]

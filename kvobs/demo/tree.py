@@ -9,8 +9,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from kvobs.cli import waterfall
-from kvobs.cli.waterfall import Row
 from kvobs.demo.collector import ReceivedSpan
+from kvobs.export.load_traces import Part
 
 CONNECTOR, RANK, OFFERED = "kv_transfer.connector", "kv_transfer.rank", "kv_transfer.offered_tokens."
 
@@ -38,12 +38,12 @@ def tree(spans: Sequence[ReceivedSpan]) -> Tree:
     rows = []
     for (span, depth, above), service in zip(placed, services, strict=True):
         words = ", ".join(filter(None, [service] * (len({*services}) > 1) + list(details(span, above))))
-        rows.append(Row(title(span, above), depth, span.start_ns, span.end_ns, words, span.error))
+        rows.append(Part(title(span, above), depth, span.start_ns, span.end_ns, words, span.error))
     return waterfall.tree(heading(known.values()), rows)
 
 
 def under(
-    parent: ReceivedSpan | None, by_parent: Mapping[str, Sequence[ReceivedSpan]], depth: int = 1
+    parent: ReceivedSpan | None, by_parent: Mapping[str, Sequence[ReceivedSpan]], depth: int = 0
 ) -> Iterator[Placed]:
     """Yield the spans under one, each followed by those under it."""
     for span in by_parent.get(parent.span_id if parent else "", ()):

@@ -26,7 +26,7 @@ class Found(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a load, by its depth below the request. ``rank``: on which process, None for the scheduler's."""
+    """A part of a trace, by its depth below the first part. ``rank``: on which process, None for the scheduler's."""
 
     title: str
     depth: int

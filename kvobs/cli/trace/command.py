@@ -18,7 +18,7 @@ from kvobs.cli.output import clock, count, examples, fail
 from kvobs.cli.pages import NO_PAGE, engine_name, pages
 from kvobs.cli.times import seconds_of
 from kvobs.cli.trace.reading import spans_in
-from kvobs.cli.waterfall import Row, tree
+from kvobs.cli.waterfall import tree
 from kvobs.export.load_traces import LoadTrace, load_traces
 from kvobs.export.texts import printable, took
 from kvobs.page import files
@@ -111,19 +111,12 @@ def heading(load: LoadTrace, engine: str, now_s: float) -> Text:
     return Text.assemble((text, style), (f"  {at}\nrequest {load.request}\nengine {engine}", "dim"))
 
 
-def rows(trace: LoadTrace) -> list[Row]:
-    """Return the lines of a waterfall."""
-    return [
-        Row(part.title, 1 + part.depth, part.start_ns, part.end_ns, part.words, part.is_bad) for part in trace.parts
-    ]
-
-
 def _print(loads: Sequence[LoadTrace], names: Mapping[str, str], at_most: int, *, newest: bool, missed: int) -> None:
     console, now_s = Console(highlight=False, markup=False), time.time()
     if not loads:
         console.print("No load was slow (option slow_load_ms), or has failed.")
     for load in loads[:at_most]:
-        console.print(tree(heading(load, names[load.engine], now_s), rows(load)), "")
+        console.print(tree(heading(load, names[load.engine], now_s), load.parts), "")
     if loads:
         order = "newest first" if newest else "slowest first"
         more = f" (all with -n {len(loads)})" if len(loads) > at_most else ""

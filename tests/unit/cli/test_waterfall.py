@@ -6,13 +6,14 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from kvobs.cli.waterfall import Row, bar, tree
+from kvobs.cli.waterfall import bar, tree
+from kvobs.export.load_traces import Part
 
 MS = 10**6
 ROWS = [
-    Row("request", 1, 0, 10_120_260_000, "cmpl-1"),
-    Row("load cpu", 2, 7_350_000, 10_016_460_000, "896 tokens, failed", is_bad=True),
-    Row("rank 1", 3, 10_008 * MS, 10_009_250_000, "TimeoutError", is_bad=True),
+    Part("request", 1, 0, 10_120_260_000, "cmpl-1"),
+    Part("load cpu", 2, 7_350_000, 10_016_460_000, "896 tokens, failed", is_bad=True),
+    Part("rank 1", 3, 10_008 * MS, 10_009_250_000, "TimeoutError", is_bad=True),
 ]
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from kvobs.cli.trace.command import rows
 from kvobs.export.load_traces import Found, LoadTrace, load_traces
 from kvobs.schema.spans import Reason, Record
 from tests.support.slow_loads import BEGIN_NS, FAILED, HEAD, MS, OF_LOAD, REQUEST, SLOW, span
@@ -43,7 +42,7 @@ def test_a_load_of_a_request_that_nobody_sampled_has_its_queue_ranks_and_resume(
         ("resume", 1, 887.26, 1.52, "", False),
     ]
     assert [part.rank for part in trace.parts] == [None, None, None, 0, 1, None]
-    assert [row.depth for row in rows(trace)] == [1, 2, 2, 3, 3, 2]
+    assert [1 + part.depth for part in trace.parts] == [1, 2, 2, 3, 3, 2]
 
 
 def test_a_failed_load_is_named() -> None:
