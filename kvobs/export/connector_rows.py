@@ -145,7 +145,7 @@ def _connector_row(owner: Owner, numbers: Numbers, seconds: float) -> ConnectorR
     ranks = {rank: n for rank, n in numbers.by_label(signals.SLOWEST_RANK, "rank").items() if n > 0}
     slowest = max(ranks, key=lambda rank: ranks[rank], default=None)
     gain_s = numbers.total(signals.PREFILL_SAVED) - numbers.total(signals.LOAD_WAITED)
-    calls = [(age, _place(labels)) for labels, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ())]
+    calls = [(age, call_site(labels)) for labels, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ())]
     call_s, call = max(calls, default=(None, None))
     return ConnectorRow(
         *owner,
@@ -188,7 +188,7 @@ def _reported(numbers: Numbers, signal: Signal, seconds: float) -> float | None:
     return numbers.total(signal) / seconds if numbers.values(signal) else None
 
 
-def _place(labels: Mapping[str, str]) -> str:
+def call_site(labels: Mapping[str, str]) -> str:
     """Return which call it is, and where."""
     rank = labels.get("rank", "?")
     return f"{labels.get('hook')} on {f'rank {rank}' if rank.isdecimal() else rank}"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvobs import faults
 from kvobs.export.connector_columns import MEANINGS, columns, problems_of
-from kvobs.export.connector_rows import ConnectorRow, Server, server_row
+from kvobs.export.connector_rows import ConnectorRow, Server, call_site, server_row
 from kvobs.export.history import ALL_S, History, Interval
 from kvobs.export.load_traces import Found, LoadTrace, Part, load_traces
 from kvobs.export.numbers import Numbers, Values
@@ -235,8 +235,7 @@ def _waiting(values: Values) -> Iterator[Waiting]:
     """Yield what waits or is in progress: calls, lookups, loads, loaded requests and promised saves."""
     numbers = Numbers.of((key, value) for key, value in values.items() if key[0] in _OF_WAITING)
     for has, age in numbers.by_name.get(signals.CALL_IN_PROGRESS.name, ()):
-        where = f"rank {has['rank']}" if has["rank"].isdecimal() else has["rank"]
-        yield Waiting(has["engine"], has["connector"], f"call {has['hook']} on {where}", 1, age)
+        yield Waiting(has["engine"], has["connector"], f"call {call_site(has)}", 1, age)
     for has, age in numbers.by_name.get(signals.OLDEST_IN_FLIGHT.name, ()):
         if age:
             n = int(numbers.total(signals.IN_FLIGHT, **has))
