@@ -55,7 +55,8 @@ class KvEvents:
         """Note that the connector has cleared its memory: OffloadingConnector publishes no event about that."""
         self.was_reset = CPU in self._evicts
         if self.was_reset:
-            self._hold({**self._held, CPU: 0})
+            self._held[CPU] = 0
+            self._show()
 
     @faults.contained("record")
     def count(self, events: Sequence[Any]) -> None:
@@ -83,17 +84,19 @@ class KvEvents:
         for slot, n in counts.items():
             if n:
                 self._recorder.count(self._index, slot, n)
-        self._hold(held if not self.was_reset else {**held, CPU: 0})
-        self.was_reset = False
+        if self.was_reset:
+            held[CPU] = 0
+            self.was_reset = False
+        self._held = held
+        self._show()
 
     @faults.contained("record")
     def _pass_on(self, kind: str, medium: str, hashes: Sequence[int | bytes]) -> None:
         if self.watcher is not None:
             (self.watcher.stored if kind == "BlockStored" else self.watcher.evicted)(self._index, medium, hashes)
 
-    def _hold(self, blocks: dict[str, int]) -> None:
-        self._held = Counter(blocks)
-        for medium, n in blocks.items():
+    def _show(self) -> None:
+        for medium, n in self._held.items():
             if medium in self._evicts and (size := self._sizes.get(medium)):
                 self._recorder.set_gauge(self._index, signals.slot(signals.STORED_TOKENS, medium), n * size)
 
