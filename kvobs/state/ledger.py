@@ -180,9 +180,8 @@ class Ledger:
     def _note_failure(self, load: Load, report: Report, request: str) -> None:
         load.failed_on.add(report.rank)
         load.must_report_failure |= report.kind in _TO_BE_REPORTED
-        if (
-            load.must_report_failure and request in self._completed_loads
-        ):  # the worker collects the blocks after the receipt
+        # The worker collects the blocks after the receipt.
+        if load.must_report_failure and request in self._completed_loads:
             self._completed_loads.remove(request)
             self.failures.append(request)
 
@@ -280,10 +279,10 @@ class Ledger:
     # Reports of the connectors' scheduler side on the workers' output: they count for all ranks
 
     def complete_load(self, request: str, index: int, now_ns: int) -> bool | None:
-        """Mark the open load of ``connector`` as received on every rank.
+        """Mark a connector's open load as received on every rank.
 
         Return whether it may be reported to vLLM now; False if a rank reported a failure, which the workers must report
-        first; None if ``connector`` has no such load.
+        first; None if the connector has no such load.
         """
         load = self.load(request)
         if load is None or load.connector_index != index or not load.is_async:
@@ -297,9 +296,9 @@ class Ledger:
         return not load.must_report_failure
 
     def complete_save(self, request: str, index: int, now_ns: int) -> bool | None:
-        """Mark the promised save of ``connector`` as done on every rank.
+        """Mark a connector's promised save as done on every rank.
 
-        Return whether all promised saves of the request are now complete, or None if ``connector`` has none open.
+        Return whether all promised saves of the request are now complete, or None if the connector has none open.
         """
         entry = self._entries.get(request)
         save = entry.saves.get(index) if entry is not None else None
@@ -373,7 +372,7 @@ class Ledger:
     # The end of a request
 
     def accept_tail(self, request: str, index: int) -> None:
-        """Note that ``connector`` accepted the request's partial last block: a promised save, made just before the end.
+        """Note that a connector accepted the request's partial last block: a promised save, made just before the end.
 
         Its earlier reports are not about that block.
         """

@@ -124,7 +124,7 @@ class _OnRanks:
 
 @dataclass(slots=True)
 class Load(_OnRanks):
-    """A load that vLLM admitted: ``tokens`` from connector ``connector``."""
+    """A load that vLLM admitted: ``tokens`` from one connector."""
 
     connector_index: int
     tokens: int

@@ -61,7 +61,7 @@ class DecodeBench(Plug):
 
 
 class HF3FS(Plug):
-    """One connector with a file system of its own; the last one that was made gets the next connector."""
+    """One connector with its own file system; the system made last gets the next connector."""
 
     connector = "HF3FSKVConnector"
 

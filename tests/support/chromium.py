@@ -1,4 +1,4 @@
-"""A headless Chromium, steered through pipes: it draws pages, and tells what they ask for and complain about."""
+"""A headless Chromium, steered through pipes: it draws pages, and reports their requests and errors."""
 
 import base64
 import json

@@ -68,7 +68,7 @@ class Answers(KVConnectorBase_V1):
                 raise ConnectorError(f"{self.who} in {hook}")
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
-        """Take those of every stage, as a lean connector, too; vLLM's base class raises."""
+        """Take those of every stage, also of a lean connector; vLLM's base class raises."""
 
 
 def _is_empty_output(argument: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A best-effort connector fails, and nobody notices but the operator: vLLM's real scheduler, two ranks, two connectors.
+"""A best-effort connector fails, and only the operator notices it: vLLM's real scheduler, two ranks, two connectors.
 
 By the rules N2 to N4 and N7 to N9 of the design: what it knew goes on being reported to it, what arrives while it is
 out does not exist for it, and nothing is called, reset or saved that vLLM did not ask for.
