@@ -24,7 +24,7 @@ FETCH = "fetch"
 """Of what suites need; if it fails none of those that are not among the first runs."""
 OTHER_PYTHONS = ("3.12", "3.13")
 """Versions of Python that kvobs is tested under, next to that of `.venv`."""
-WITHOUT_VLLM = ("cli", "export", "prediction", "schema", "state", "telemetry")
+WITHOUT_VLLM = ("cli", "export", "schema", "state", "telemetry")
 """Rooms of the unit tests that say the most about a Python."""
 
 

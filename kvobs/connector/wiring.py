@@ -40,6 +40,8 @@ from kvobs.state.events import Observer
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import InProgress
 from kvobs.telemetry.composed import Composed
+from kvobs.telemetry.estimates.gains import Gains, step_limits
+from kvobs.telemetry.estimates.reuse import PromptReuse, cache_tokens, hash_block_size
 from kvobs.telemetry.payload.collector import Collector
 from kvobs.telemetry.payload.stats import StatsParts, class_path
 from kvobs.telemetry.recorders import Recorders
@@ -47,13 +49,11 @@ from kvobs.telemetry.scheduler_telemetry import SchedulerTelemetry
 from kvobs.telemetry.tracing import sampling
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.telemetry.transfers.first_requests import FirstLoads
-from kvobs.telemetry.transfers.gains import Gains, step_limits
 from kvobs.telemetry.transfers.load_warnings import SlowLoads, SyncLoadWarnings
 from kvobs.telemetry.transfers.offers import OfferCounts
 from kvobs.telemetry.transfers.open_transfers import OpenTransfers
 from kvobs.telemetry.transfers.outcomes import Outcomes
 from kvobs.telemetry.transfers.peers import Peers
-from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size
 from kvobs.telemetry.verify.fingerprints import Fingerprints, Layers
 from kvobs.telemetry.verify.sample import BlockSample
 from kvobs.telemetry.verify.verifier import Verifier

@@ -9,11 +9,11 @@ from kvobs.faults import contain
 from kvobs.page.layout import STEPS
 from kvobs.state.events import Annotator, ObservedRequest, Params
 from kvobs.state.transfers import Stuck
+from kvobs.telemetry.estimates.gains import Gains
 from kvobs.telemetry.payload.collector import Collector
 from kvobs.telemetry.payload.stats import MultiKVConnectorStats
 from kvobs.telemetry.recorders import Recorders
 from kvobs.telemetry.tracing.trace_context import TraceContext
-from kvobs.telemetry.transfers.gains import Gains
 from kvobs.telemetry.transfers.open_transfers import OpenTransfers
 from kvobs.telemetry.verify.sample import BlockSample, VerifyOrders
 

@@ -32,7 +32,7 @@ from kvobs.routing.scheduler import SchedulerSide
 from kvobs.state.events import Observer
 from kvobs.state.transfers import Gain, Load
 from kvobs.telemetry.composed import Composed
-from kvobs.telemetry.transfers.gains import Gains
+from kvobs.telemetry.estimates.gains import Gains
 from kvobs.vllm_api.versions import chunks_of
 from tests.bench.report import Budget, Line, Part
 

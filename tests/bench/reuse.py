@@ -10,7 +10,7 @@ from typing import Any
 from kvobs.probe.recorder import Recorder
 from kvobs.state.events import Observer
 from kvobs.state.transfers import LookupResult, Offer
-from kvobs.telemetry.transfers.reuse import PromptReuse
+from kvobs.telemetry.estimates.reuse import PromptReuse
 from tests.bench.calls import slowness
 from tests.bench.report import Budget, Line, Part
 

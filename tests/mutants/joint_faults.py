@@ -381,7 +381,7 @@ JOINT_FAULTS = (
         f"{TRANSFERS}/gains.py",
         "        self._resuming.pop(request.request_id, None)\n",
         "        return\n",
-        f"{UNIT}/telemetry/transfers/test_gains.py",
+        f"{UNIT}/telemetry/estimates/test_gains.py",
     ),
     # pauses, waits and block copies
     JointFault(

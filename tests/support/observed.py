@@ -13,7 +13,8 @@ import pytest
 from kvobs import routing, telemetry
 from kvobs.export import totals
 from kvobs.telemetry import scheduler_telemetry, transfers
-from kvobs.telemetry.transfers import gains, open_transfers
+from kvobs.telemetry.estimates import gains
+from kvobs.telemetry.transfers import open_transfers
 from kvobs.testing import BLOCK, Rig, Script, engine_config
 from tests.support.front import Front
 from tests.support.rig import entry_for

@@ -4,10 +4,10 @@ from typing import Any, TypeVar
 
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
+from kvobs.telemetry.estimates.gains import Gains
 from kvobs.telemetry.requests.request_reports import Reports
 from kvobs.telemetry.tracing.request_traces import Traces
 from kvobs.telemetry.tracing.urgent_loads import UrgentLoads
-from kvobs.telemetry.transfers.gains import Gains
 from kvobs.testing import Rig, Script, entry_of
 from tests.support.probes import counts
 

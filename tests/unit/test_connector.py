@@ -17,8 +17,8 @@ import kvobs
 from kvobs.export import destinations, starter
 from kvobs.page.writer import PageWriter
 from kvobs.schema.signals import TIMED
+from kvobs.telemetry.estimates.gains import Gains
 from kvobs.telemetry.requests.request_log import RequestLog
-from kvobs.telemetry.transfers.gains import Gains
 from kvobs.testing import Rig, Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api import versions
 from kvobs.vllm_api.hooks import HOOKS, Side

@@ -14,7 +14,7 @@ from docs.house import TIERS, room
 
 RANK = {name: rank for rank, names in enumerate(TIERS) for name in names}
 
-PURE = ("prediction", "state", "probe", "telemetry.requests", "telemetry.tracing")
+PURE = ("state", "probe", "telemetry.requests", "telemetry.tracing")
 NEEDS_NO_VLLM = ("log", "vllm_api", "schema", "topology", "faults", "page", "plugin")
 WITHOUT_TORCH = (
     *("export.process", "export.span_export", "export.destinations", "export.starter", "export.__main__"),
@@ -80,7 +80,7 @@ def test_the_tables_and_the_pure_state_need_no_vllm() -> None:
 
 
 def test_the_state_knows_no_telemetry() -> None:
-    names = [f"kvobs.{name}" for name in MODULES if room(name) in ("prediction", "state")]
+    names = [f"kvobs.{name}" for name in MODULES if room(name) == "state"]
     import_without(("opentelemetry", "prometheus_client"), names)
 
 

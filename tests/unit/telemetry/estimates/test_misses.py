@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvobs.prediction import ReuseDistances, key_of
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.transfers import LookupResult, Offer
-from kvobs.telemetry.transfers.evictions import Evictions
-from kvobs.telemetry.transfers.misses import Misses
+from kvobs.telemetry.estimates.evictions import Evictions
+from kvobs.telemetry.estimates.misses import Misses
+from kvobs.telemetry.estimates.reuse_distances import ReuseDistances, key_of
 from tests.support.numbers import numbers
 
 BLOCK, CHUNK = 16, 64

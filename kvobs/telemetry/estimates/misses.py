@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Container, Mapping, Sequence
 
-from kvobs.prediction import Reuse
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.transfers import LookupResult
-from kvobs.telemetry.transfers.evictions import Evictions
+from kvobs.telemetry.estimates.evictions import Evictions
+from kvobs.telemetry.estimates.reuse_distances import Reuse
 
 _NEVER, _BEYOND, _NOT_STORED, _EVICTED, _OTHER, _NO_FULL_BLOCK, _UNKNOWN = (
     signals.slot(signals.MISSED_TOKENS, reason)

@@ -11,11 +11,11 @@ from hashlib import blake2b
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvobs.prediction import ReuseDistances, key_of
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.telemetry.transfers import evictions
-from kvobs.telemetry.transfers.evictions import Evictions
+from kvobs.telemetry.estimates import evictions
+from kvobs.telemetry.estimates.evictions import Evictions
+from kvobs.telemetry.estimates.reuse_distances import ReuseDistances, key_of
 from tests.support.numbers import numbers
 
 BLOCK = 16

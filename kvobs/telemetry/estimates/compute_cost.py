@@ -12,7 +12,7 @@ reading the weights, however few its tokens are: the cost of prefills has a floo
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvobs.prediction.linear_cost import LinearCost
+from kvobs.telemetry.estimates.linear_cost import LinearCost
 
 _SKIPPED = 8  # first steps, in which kernels are compiled, graphs captured and caches filled
 _BLEND = 1 / 16  # weight of the last step in running means

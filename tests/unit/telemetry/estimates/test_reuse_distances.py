@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvobs.prediction.reuse import SAMPLES_AT_MOST, ReuseDistances
+from kvobs.telemetry.estimates.reuse_distances import SAMPLES_AT_MOST, ReuseDistances
 
 SIZES = [2**k for k in range(6, 22)]
 POINTS = 0.02

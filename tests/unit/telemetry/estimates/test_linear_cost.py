@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvobs.prediction.linear_cost import LinearCost
+from kvobs.telemetry.estimates.linear_cost import LinearCost
 
 PENALTIES = (1e-4, 1e-7, 1e-5)
 Step = tuple[int, int]

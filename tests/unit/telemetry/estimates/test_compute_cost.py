@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvobs.prediction.compute_cost import ComputeCost, Errors
+from kvobs.telemetry.estimates.compute_cost import ComputeCost, Errors
 
 BUDGET = 2048
 

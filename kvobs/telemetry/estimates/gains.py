@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvobs.clock import wall_ns
 from kvobs.faults import contain, contained
-from kvobs.prediction import ComputeCost, Work
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.events import ObservedRequest, Observer
 from kvobs.state.transfers import Gain, Load, LookupResult
+from kvobs.telemetry.estimates.compute_cost import ComputeCost, Work
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
-from kvobs.prediction import ReuseDistances, key_of
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
+from kvobs.telemetry.estimates.reuse_distances import ReuseDistances, key_of
 
 _FOLLOWED, _REUSED = (
     {medium: signals.slot(signal, medium) for medium in signal.labels["medium"]}

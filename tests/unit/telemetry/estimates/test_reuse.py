@@ -15,7 +15,7 @@ from kvobs.schema.signals import REUSE_DISTANCE
 from kvobs.state.cache_layout import CacheLayout
 from kvobs.state.events import Observer
 from kvobs.state.transfers import NO_RESULT
-from kvobs.telemetry.transfers.reuse import PromptReuse, cache_tokens, hash_block_size
+from kvobs.telemetry.estimates.reuse import PromptReuse, cache_tokens, hash_block_size
 from kvobs.testing import BLOCK, Rig, Script
 from kvobs.vllm_api import versions
 from tests.support.probes import counts

@@ -6,14 +6,14 @@ from collections.abc import Container, Mapping
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
-from kvobs.prediction import ReuseDistances
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import REUSE_DISTANCE
 from kvobs.state.events import ObservedRequest, Observer
 from kvobs.state.transfers import LookupResult
-from kvobs.telemetry.transfers.evictions import Evictions
-from kvobs.telemetry.transfers.misses import Misses
+from kvobs.telemetry.estimates.evictions import Evictions
+from kvobs.telemetry.estimates.misses import Misses
+from kvobs.telemetry.estimates.reuse_distances import ReuseDistances
 
 if TYPE_CHECKING:
     from kvobs.state.cache_layout import CacheLayout

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from kvobs.prediction.compute_cost import Work
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.state.events import Observer
 from kvobs.state.transfers import NO_RESULT, Gain, Load
-from kvobs.telemetry.transfers import gains
-from kvobs.telemetry.transfers.gains import Gains, StepTimes, step_limits, work_of
+from kvobs.telemetry.estimates import gains
+from kvobs.telemetry.estimates.compute_cost import Work
+from kvobs.telemetry.estimates.gains import Gains, StepTimes, step_limits, work_of
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import request
 from tests.support.numbers import taken
