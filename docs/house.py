@@ -49,8 +49,8 @@ TIERS: tuple[dict[str, str], ...] = (
     {"connector": "Defines `MultiConnector`, the class that vLLM loads, and wires router and telemetry together."},
     {"plugin": "Enables kvobs by an environment variable: vLLM's entry point."},
     {"cli": "Implements the command `kvobs`."},
-    {"demo": "Runs a real engine on a CPU, and shows what it did with the commands' own code."},
-    {"testing": "Puts vLLM's scheduler around a connector, for tests of connectors."},
+    {"testing": "Runs vLLM's scheduler around a connector, and its server on a tiny model: for tests and the demo."},
+    {"demo": "Loads a real engine on a CPU, and shows what it did with the commands' own code."},
 )
 """Packages and modules of kvobs with what each does, the lowest first: each imports from lower ones only.
 
@@ -61,6 +61,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "state": ("telemetry", "export", "routing"),
     "connectors": ("telemetry", "export"),
     "cli": ("demo",),
+    "testing": ("demo",),
 }
 """The walls: what no module of a room imports."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from kvobs.demo.server import Completion, Server
+from kvobs.testing.server import Completion, Server
 
 BLOCK = 32
 """Tokens in a block: the only size that vLLM's CPU attention and all its versions agree on."""

@@ -24,14 +24,14 @@ from kvobs.cli.summary.rows import ServerSums, server_sums
 from kvobs.cli.summary.screen import Picture
 from kvobs.cli.web import NoAnswerError
 from kvobs.demo import load, report
-from kvobs.demo.collector import Collector, ReceivedSpan
-from kvobs.demo.model import make_model
-from kvobs.demo.server import CORES, HOST, Server, ServerError, claim_port, cores
 from kvobs.demo.tree import tree
 from kvobs.export.numbers import Scrape
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
 from kvobs.schema.spans import LOAD
+from kvobs.testing.collector import Collector, ReceivedSpan
+from kvobs.testing.model import make_model
+from kvobs.testing.server import CORES, HOST, Server, ServerError, claim_port, cores
 
 NAMES = ("cpu", "disk")
 LOG = "server.log"

@@ -9,8 +9,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from kvobs.cli import waterfall
-from kvobs.demo.collector import ReceivedSpan
 from kvobs.export.load_traces import Part
+from kvobs.testing.collector import ReceivedSpan
 
 CONNECTOR, RANK, OFFERED = "kv_transfer.connector", "kv_transfer.rank", "kv_transfer.offered_tokens."
 

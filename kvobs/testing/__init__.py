@@ -1,10 +1,14 @@
 """Test a KV connector in vLLM's real scheduler, under kvobs or vLLM's own router, in one process and without a model.
 
-``docs/testing.md`` has an example. Needs vLLM, and no test framework; kvobs itself never imports it.
+``docs/testing.md`` has an example. Needs vLLM, and no test framework; no engine imports it.
 """
 
-from kvobs.testing.rig import BLOCK, ROUTERS, Rig, cache_config, engine_config, transfer_config
-from kvobs.testing.scripted import Loaded, Script, ScriptedConnector, Shown, entry_of
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvobs.testing.rig import BLOCK, ROUTERS, Rig, cache_config, engine_config, transfer_config
+    from kvobs.testing.scripted import Loaded, Script, ScriptedConnector, Shown, entry_of
 
 __all__ = [
     "BLOCK",
@@ -19,3 +23,11 @@ __all__ = [
     "entry_of",
     "transfer_config",
 ]
+_SCRIPTED = {"Loaded", "Script", "ScriptedConnector", "Shown", "entry_of"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import vLLM's scheduler on first use: the demo starts servers without it."""
+    if name in __all__:
+        return getattr(import_module(f"kvobs.testing.{'scripted' if name in _SCRIPTED else 'rig'}"), name)
+    raise AttributeError(f"module 'kvobs.testing' has no attribute {name!r}")

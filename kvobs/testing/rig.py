@@ -34,9 +34,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvobs.demo.model import make_model
 from kvobs.page import files
 from kvobs.page.description import Identity
+from kvobs.testing.model import make_model
 from kvobs.testing.scripted import Script, ScriptedConnector, entry_of, wrap_hooks
 from kvobs.vllm_api import versions
 

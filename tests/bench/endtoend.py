@@ -21,9 +21,9 @@ from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvobs.demo.model import NAME, make_model
 from kvobs.demo.run import host_memory, multi_connector
-from kvobs.demo.server import HOST, Server, ServerError, cores, group_members
+from kvobs.testing.model import NAME, make_model
+from kvobs.testing.server import HOST, Server, ServerError, cores, group_members
 from kvobs.vllm_api.proc import stat
 from tests.bench.report import Budget, Line, Part
 from tests.engine.serving import importing_tests

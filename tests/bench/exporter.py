@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any, NamedTuple
 
-from kvobs.demo.collector import decode
 from kvobs.demo.run import entry, multi_connector
-from kvobs.demo.server import HOST, Server, ServerError, claim_port, group_members
+from kvobs.testing.collector import decode
+from kvobs.testing.server import HOST, Server, ServerError, claim_port, group_members
 from kvobs.vllm_api.proc import stat
 from tests.bench import waits
 from tests.bench.endtoend import SPIN_S, Say, ask, check_end, compare, completing, in_turn, prompt, running

@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvobs.demo.server import claim_port
 from kvobs.probe.layer_calls import ARGUMENTS
 from kvobs.telemetry.scheduler_telemetry import EVERY_NS
 from kvobs.testing import BLOCK, Rig
+from kvobs.testing.server import claim_port
 from kvobs.vllm_api.hooks import HOOKS
 from tests.bench.calls import CONNECTORS, PURE, BusyConnector, entries, probe_of, slowness
 from tests.bench.growth import Stepping

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext
 
-from kvobs.demo.server import ServerError
+from kvobs.testing.server import ServerError
 from kvobs.vllm_api.proc import stat
 from tests.bench.exporter import TRACED, Turn, check_traced, configs, lines, receiving, seconds
 from tests.bench.report import Verdict

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from kvobs.demo.server import HOST, claim_port
+from kvobs.testing.server import HOST, claim_port
 from tests.compose.engine import Docker, NoEngineError, engine, make, make_base, wheels
 from tests.engine.prometheus import Prometheus
 from tests.engine.serving import ROOT, eventually

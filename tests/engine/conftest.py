@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvobs.demo.model import make_model
+from kvobs.testing.model import make_model
 from tests.engine.exported import PORT
 from tests.engine.serving import eventually, listens
 

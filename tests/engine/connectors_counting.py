@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-from kvobs.demo.model import write_json
+from kvobs.testing.model import write_json
 
 from .connectors_stats import ExportsCalls
 from .connectors_steered import SteeredConnector

@@ -22,9 +22,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvobs.demo.model import NAME, make_model
 from kvobs.demo.run import host_memory, multi_connector
-from kvobs.demo.server import HOST, Server, group_members, parse_metrics
+from kvobs.testing.model import NAME, make_model
+from kvobs.testing.server import HOST, Server, group_members, parse_metrics
 from kvobs.vllm_api.proc import stat
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, SPAWNING, eventually, of_tests, prompt, serve, stock
 

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 from prometheus_client.samples import Sample
 
-from kvobs.demo.server import HOST, Server, claim_port, parse_metrics
 from kvobs.export.starter import AUTO_AFTER_S
 from kvobs.schema.options import ExporterOptions
+from kvobs.testing.server import HOST, Server, claim_port, parse_metrics
 from tests.engine.serving import eventually
 from tests.support.affinity import set_affinity
 

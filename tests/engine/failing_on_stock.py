@@ -13,9 +13,9 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvobs.demo.model import make_model
 from kvobs.demo.run import host_memory, multi_connector
-from kvobs.demo.server import Server, ServerError
+from kvobs.testing.model import make_model
+from kvobs.testing.server import Server, ServerError
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, eventually, of_tests, prompt, serve, stock
 
 HOOKS = (

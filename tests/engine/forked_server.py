@@ -19,8 +19,8 @@ from pathlib import Path
 from threading import Lock
 from typing import IO, Any
 
-from kvobs.demo.server import Server, ServerError, environment
-from kvobs.demo.vllm_serve import PARENT
+from kvobs.testing.server import Server, ServerError, environment
+from kvobs.testing.vllm_serve import PARENT
 from tests.engine.server_template import OF_ONE_SERVER, Request
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import re
 
 import setproctitle
 
-from kvobs.demo import vllm_serve
+from kvobs.testing import vllm_serve
 
 IMPORTS = (
     "kvobs.connector",
@@ -51,7 +51,7 @@ def prepare() -> None:
 
 
 def main() -> None:
-    """Serve as `kvobs.demo.vllm_serve` does."""
+    """Serve as `kvobs.testing.vllm_serve` does."""
     fork_processes()
     vllm_serve.main()
 

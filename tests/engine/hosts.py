@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvobs.demo.server import CORES, HOST, Server, claim_port
+from kvobs.testing.server import CORES, HOST, Server, claim_port
 from tests.engine.serving import SPAWNING, importing_tests, serve
 
 AHEAD_S = 1.0

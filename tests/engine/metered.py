@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvobs.demo.model import HEAD_DIM, KV_HEADS, LAYERS
 from kvobs.demo.run import multi_connector
-from kvobs.demo.server import Server
+from kvobs.testing.model import HEAD_DIM, KV_HEADS, LAYERS
+from kvobs.testing.server import Server
 from tests.engine.readings import Growth, kvobs_text
 from tests.engine.serving import TOKENS, of_tests, prompt
 from tests.support.promtool import promtool

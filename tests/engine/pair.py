@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.run import entry, multi_connector
-from kvobs.demo.server import Completion, Server, claim_port, cores
+from kvobs.testing.server import Completion, Server, claim_port, cores
 from tests.engine.serving import TOKENS, serve
 
 # NIXL's own four threads spin too, and so do all other transports of UCX: on two cores handshakes then take seconds.

@@ -11,7 +11,7 @@ from typing import Any
 
 from dashboards.alerts import ALERTS
 from dashboards.site import Site, fill
-from kvobs.demo.server import HOST, claim_port
+from kvobs.testing.server import HOST, claim_port
 from tests.engine.serving import eventually
 from tests.support.promtool import found
 

@@ -10,7 +10,7 @@ import msgspec
 import zmq
 from vllm.distributed.kv_events import KVEventBatch
 
-from kvobs.demo.server import HOST
+from kvobs.testing.server import HOST
 
 
 class Subscriber:

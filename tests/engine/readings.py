@@ -10,9 +10,9 @@ from typing import Self
 
 from prometheus_client.samples import Sample
 
-from kvobs.demo.server import Server
 from kvobs.export.totals import FRESH_S
 from kvobs.schema.signals import hook_label
+from kvobs.testing.server import Server
 from tests.engine.connectors_counting import EXPORTED, calls_counted
 from tests.engine.serving import eventually
 

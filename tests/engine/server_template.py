@@ -22,7 +22,7 @@ from typing import Self
 
 from setproctitle import setproctitle
 
-from kvobs.demo.vllm_serve import PARENT, end_with_parent
+from kvobs.testing.vllm_serve import PARENT, end_with_parent
 
 LARGEST_REQUEST = 1 << 17
 BEFORE_PYTHON = ("GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")

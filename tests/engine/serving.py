@@ -14,9 +14,9 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from kvobs.demo.model import NAME
 from kvobs.demo.run import entry, on_one_core
-from kvobs.demo.server import HOST, Server, cores, group_members
+from kvobs.testing.model import NAME
+from kvobs.testing.server import HOST, Server, cores, group_members
 from kvobs.vllm_api.proc import stat
 from tests.engine.forked_server import ForkedServer
 from tests.support.affinity import keeping_off

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from kvobs.demo.server import parse_metrics
 from kvobs.export.numbers import PROMPT_TOKENS, Numbers
 from kvobs.schema import signals
+from kvobs.testing.server import parse_metrics
 from tests.engine.serving import eventually
 
 pytestmark = pytest.mark.engine

@@ -13,11 +13,11 @@ from kvobs.cli.scrapes import fetch
 from kvobs.cli.summary.rows import ConnectorSums, ServerSums
 from kvobs.cli.top.live import Watch
 from kvobs.cli.web import url_of
-from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.host_offload import SLOW_RANK, SLOW_S
 from kvobs.demo.run import FAULTS, Demo
-from kvobs.demo.server import Server
 from kvobs.export.connector_rows import ConnectorRow
+from kvobs.testing.collector import Collector, ReceivedSpan
+from kvobs.testing.server import Server
 from tests.engine.forked_server import ForkedServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

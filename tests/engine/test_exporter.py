@@ -16,9 +16,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from docs.pages import FOLDER
-from kvobs.demo.collector import Collector
 from kvobs.demo.run import host_memory
-from kvobs.demo.server import claim_port, environment, group_members, parse_metrics
+from kvobs.testing.collector import Collector
+from kvobs.testing.server import claim_port, environment, group_members, parse_metrics
 from kvobs.vllm_api.proc import start_time, stat
 from tests.engine import metered
 from tests.engine.exported import OPENMETRICS, PORT, SHOWN_BY_NONE, Exported, with_exporter

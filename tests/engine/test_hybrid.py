@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvobs.demo.model import LAYERS
 from kvobs.demo.run import host_memory, multi_connector
+from kvobs.testing.model import LAYERS
 from tests.engine.metered import BYTES_PER_TOKEN
 from tests.engine.readings import Growth
 from tests.engine.serving import ask_all, prompt, serve, total

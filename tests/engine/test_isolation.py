@@ -11,7 +11,7 @@ from typing import Any, Self
 import pytest
 
 from kvobs.demo.run import host_memory
-from kvobs.demo.server import Server
+from kvobs.testing.server import Server
 from kvobs.vllm_api.hooks import HOOKS, Side
 from tests.engine.connectors_failing import FAILING
 from tests.engine.metered import assert_promtool_finds_no_fault, configuration

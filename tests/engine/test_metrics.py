@@ -11,7 +11,7 @@ import pytest
 
 import kvobs
 from kvobs.demo.run import host_memory
-from kvobs.demo.server import Server
+from kvobs.testing.server import Server
 from tests.engine import metered, serving
 from tests.engine.readings import (
     Growth,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.server import Server, claim_port
 from kvobs.telemetry.transfers.first_requests import FIRST
+from kvobs.testing.server import Server, claim_port
 from tests.engine.pair import NIXL, Pair, hand_over, pair, routed, side_channel
 from tests.engine.readings import Growth
 from tests.engine.serving import TOKENS, prompt, serve

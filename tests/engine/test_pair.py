@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.collector import Collector, ReceivedSpan
+from kvobs.testing.collector import Collector, ReceivedSpan
 from tests.engine.metered import BYTES_PER_TOKEN
 from tests.engine.pair import NIXL, Pair, hand_over, pair
 from tests.engine.readings import Growth

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvobs.demo.run import host_memory, multi_connector
-from kvobs.demo.server import Server
+from kvobs.testing.server import Server
 from tests.engine.serving import TOKENS, eventually, of_tests, prompt, serve, total
 
 pytestmark = pytest.mark.engine

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.model import NAME
 from kvobs.demo.run import host_memory, multi_connector
-from kvobs.demo.server import Server
+from kvobs.testing.model import NAME
+from kvobs.testing.server import Server
 from tests.contract.hosts import prepare
 from tests.engine.exported import PORT, SHOWN_BY_NONE, Exported, by_itself, with_exporter
 from tests.engine.serving import ROOT, eventually, prompt, serve, total

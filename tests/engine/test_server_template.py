@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.server import Server, ServerError, group_members
-from kvobs.demo.vllm_serve import PARENT
+from kvobs.testing.server import Server, ServerError, group_members
+from kvobs.testing.vllm_serve import PARENT
 from tests.engine.forked_server import PR_SET_CHILD_SUBREAPER, ROOT, ForkedServer, template
 from tests.engine.serving import eventually
 from tests.support import standing_in

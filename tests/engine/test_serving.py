@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvobs.demo.run import files, host_memory, multi_connector
-from kvobs.demo.server import Server, ServerError
+from kvobs.testing.server import Server, ServerError
 from tests.engine.metered import counting_entry
 from tests.engine.serving import (
     BOTH_RANKS_ON_ONE_CORE,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvobs.demo.run import files, host_memory, multi_connector
-from kvobs.demo.server import Server
 from kvobs.export.numbers import PROMPT_TOKENS
+from kvobs.testing.server import Server
 from tests.engine.serving import SPAWNING, TOKENS, prompt, serve, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

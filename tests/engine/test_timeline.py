@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from kvobs.cli import app
 from kvobs.demo.run import host_memory, multi_connector
-from kvobs.demo.server import group_members
 from kvobs.page import files
+from kvobs.testing.server import group_members
 from tests.engine.endings import kill
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, eventually, hang_up, of_tests, prompt, serve
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.collector import Collector, ReceivedSpan
 from kvobs.demo.run import host_memory
-from kvobs.demo.server import HOST, Server
+from kvobs.testing.collector import Collector, ReceivedSpan
+from kvobs.testing.server import HOST, Server
 from tests.engine import serving
 from tests.engine.connectors import SPAN as OF_CONNECTOR
 from tests.engine.metered import ASYNC, SYNC, configuration

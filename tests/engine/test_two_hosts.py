@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.collector import Collector
 from kvobs.demo.run import host_memory
+from kvobs.testing.collector import Collector
 from tests.engine import metered
 from tests.engine.exported import Exported
 from tests.engine.hosts import AHEAD_S, TwoHosts, on_two_hosts

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvobs.demo.server import CORES, environment
+from kvobs.testing.server import CORES, environment
 from tests.gpu_path.environment import V2_RUNNER, Counted, gpu_path
 from tests.gpu_path.scenarios import SCENARIOS
 from tests.support.published import write_row

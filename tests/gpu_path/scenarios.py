@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvobs.demo.model import FIRST_BYTE, VOCAB
+from kvobs.testing.model import FIRST_BYTE, VOCAB
 
 
 @dataclass(frozen=True)

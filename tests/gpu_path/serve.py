@@ -27,8 +27,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.request import RequestStatus
 
 from kvobs.demo.run import multi_connector
-from kvobs.demo.server import parse_metrics
 from kvobs.schema.signals import VERIFIED_BLOCKS
+from kvobs.testing.server import parse_metrics
 from tests.connectors.engine import connectors_of
 from tests.engine.serving import stock
 from tests.gpu_path.cells import Cell, Found

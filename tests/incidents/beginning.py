@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvobs.demo.server import Server
+from kvobs.testing.server import Server
 from tests.engine.serving import of_tests, prompt
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvobs.demo.run import host_memory
-from kvobs.demo.server import Server
+from kvobs.testing.server import Server
 from tests.engine.exported import with_exporter
 from tests.engine.hosts import on_two_hosts
 from tests.engine.metered import configuration

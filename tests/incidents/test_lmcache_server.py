@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvobs.demo.run import host_memory
-from kvobs.demo.server import ServerError
+from kvobs.testing.server import ServerError
 from tests.connectors.servers.served import with_packages
 from tests.connectors.servers.stores import lmcache_entry, lmcache_server, running
 from tests.connectors.servers.traffic import SMALL_CACHE

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvobs.demo.run import host_memory
-from kvobs.demo.server import Server, ServerError
+from kvobs.testing.server import Server, ServerError
 from tests.engine.exported import with_exporter
 from tests.engine.metered import ask, configuration
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, eventually, of_tests, prompt, serve

@@ -17,7 +17,7 @@ from kvobs.cli.running import look
 from kvobs.cli.scrapes import fetch
 from kvobs.cli.top.live import Watch
 from kvobs.cli.top.screen import Picture
-from kvobs.demo.server import HOST, Server
+from kvobs.testing.server import HOST, Server
 from tests.engine.exported import Exported
 from tests.engine.prometheus import Prometheus, scraping
 from tests.engine.serving import eventually

@@ -9,9 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvobs.demo.model import make_model
 from kvobs.demo.run import HOST_MEMORY, host_memory
-from kvobs.demo.server import Server
+from kvobs.testing.model import make_model
+from kvobs.testing.server import Server
 from tests.engine import serving
 from tests.engine.exported import Exported, with_exporter
 from tests.engine.metered import configuration

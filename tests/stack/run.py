@@ -21,9 +21,9 @@ from typing import Any
 
 import yaml
 
-from kvobs.demo.model import make_model
-from kvobs.demo.server import HOST, Server
 from kvobs.schema.signals import SIGNALS, Kind
+from kvobs.testing.model import make_model
+from kvobs.testing.server import HOST, Server
 from tests.engine.prometheus import Prometheus, scraping, victoria
 from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ROOT, TOKENS, eventually, hang_up, serve
 from tests.stack.stories import EVERYTHING, ONE_FAILING, Ask, Story

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from dashboards.site import Site
-from kvobs.demo.model import make_model
 from kvobs.schema.signals import CALL_IN_PROGRESS, ENGINE_ENDED, SIGNALS, Scope
 from kvobs.schema.spans import LOAD
+from kvobs.testing.model import make_model
 from tests.engine.prometheus import Prometheus
 from tests.engine.serving import ROOT
 from tests.stack.queries import NOBODY, OPTIONAL, Target, boards, faults, filled, labels_of, targets

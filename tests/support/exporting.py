@@ -17,7 +17,6 @@ from http.client import HTTPException
 from typing import Any
 from uuid import uuid4
 
-from kvobs.demo.server import claim_port, parse_metrics
 from kvobs.export.process import lock_of, serve
 from kvobs.page import files, writer
 from kvobs.page.description import Identity
@@ -26,6 +25,7 @@ from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
 from kvobs.schema.signals import slot, word
 from kvobs.schema.spans import Reason
+from kvobs.testing.server import claim_port, parse_metrics
 from tests.support.contexts import record
 from tests.support.watched import config
 from tests.support.written import engine

@@ -7,8 +7,8 @@ from typing import Self
 
 import grpc
 
-from kvobs.demo.collector import Collector, decode
-from kvobs.demo.server import HOST, claim_port
+from kvobs.testing.collector import Collector, decode
+from kvobs.testing.server import HOST, claim_port
 
 SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
 THANKS = b""  # an empty ExportTraceServiceResponse: all spans were taken

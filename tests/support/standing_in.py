@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 
-from kvobs.demo.vllm_serve import PARENT
+from kvobs.testing.vllm_serve import PARENT
 
 READ_AT_IMPORT = "STANDING_IN_READ"
 SET_AT_IMPORT = "STANDING_IN_SET"

@@ -16,12 +16,12 @@ from kvobs.cli import app
 from kvobs.cli.summary.screen import Picture as SummaryPicture
 from kvobs.cli.top.screen import Picture
 from kvobs.demo import tree
-from kvobs.demo.collector import ReceivedSpan
 from kvobs.export.summary import summarize
 from kvobs.page import files, layout, writer
 from kvobs.page.layout import SPAN_BYTES
 from kvobs.schema import __version__, signals
 from kvobs.telemetry.tracing.journal import PER_SECOND, RESERVED
+from kvobs.testing.collector import ReceivedSpan
 from tests.support.page_files import page_folder
 from tests.support.pages import TEXTS, not_printed, paragraphs, sample
 from tests.support.promtool import answers

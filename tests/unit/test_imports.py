@@ -20,6 +20,7 @@ WITHOUT_TORCH = (
     *("export.process", "export.span_export", "export.destinations", "export.starter", "export.__main__"),
     *("cli.scrapes", "cli.exporter", "cli.here", "cli.top.live", "cli.summary.command", "cli.trace.command"),
     *("connectors.specs", "connectors.validation", "routing.lookups", "cli.check.check"),
+    *("testing.server", "testing.collector", "testing.model", "demo.run"),
 )
 
 MODULES = house.modules()

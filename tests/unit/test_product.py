@@ -21,8 +21,6 @@ from typer.testing import CliRunner
 from kvobs.cli import commands
 from kvobs.cli.scrapes import PLAIN, parse, parse_vllm
 from kvobs.cli.web import NoAnswerError, get
-from kvobs.demo.collector import Collector
-from kvobs.demo.server import claim_port
 from kvobs.export.connector_rows import server_row
 from kvobs.export.numbers import Scrape
 from kvobs.page import files
@@ -32,6 +30,8 @@ from kvobs.schema import __version__, signals
 from kvobs.schema.signals import SIGNALS, TIMED, Kind, Signal, hook_label, labelnames
 from kvobs.schema.spans import SPANS
 from kvobs.testing import BLOCK, Script
+from kvobs.testing.collector import Collector
+from kvobs.testing.server import claim_port
 from kvobs.vllm_api import versions
 from tests.engine.serving import eventually
 from tests.support.contexts import no_otel_variables

@@ -12,6 +12,7 @@ import pytest
 
 from docs.pages import FOLDER
 from kvobs import testing
+from kvobs.testing import rig, scripted
 
 INTERNAL = {
     "kvobs.schema.config": {"explain", "is_enabled", "validate"},  # with findings; `read` raises them
@@ -43,7 +44,7 @@ NAMES = [(module, name) for module in PUBLIC for name in module.__all__]
 
 def own(module: ModuleType) -> set[str]:
     """Return the classes and functions of a module, without those that it imports; all of the package for tests."""
-    parts = [module, testing.rig, testing.scripted] if module is testing else [module]
+    parts = [module, rig, scripted] if module is testing else [module]
     return {
         name
         for part in parts

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvobs.demo.server import CORES, cores
+from kvobs.testing.server import CORES, cores
 from tests.versions.engines import VERSIONS, engine
 
 RESULTS = Path(__file__).parent / "results.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvobs.demo.run import Demo
-from kvobs.demo.server import ServerError
+from kvobs.testing.server import ServerError
 
 
 def main(target: Path) -> None:

@@ -7,7 +7,7 @@ from threading import Event
 
 from prometheus_client import Counter, start_http_server
 
-from kvobs.demo.collector import decode
+from kvobs.testing.collector import decode
 from tests.support.grpc_collector import GrpcListener
 
 OTLP, HTTP = 4317, 3200

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvobs.demo.server import claim_port, end_group, environment
+from kvobs.testing.server import claim_port, end_group, environment
 from kvobs.vllm_api.proc import stat
 from tests.connectors.packages import importing
 from tests.engine.hosts import AS_HOST

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from kvobs.demo.model import make_model
+from kvobs.testing.model import make_model
 from tests.connectors.servers.traffic import LONG, PROMPTS, SMALL_CACHE, Answers, ask_all
 from tests.engine.serving import serve
 

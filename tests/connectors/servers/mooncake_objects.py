@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from mooncake.store import MooncakeDistributedStore
 
-from kvobs.demo.server import HOST
+from kvobs.testing.server import HOST
 from tests.connectors.servers.stores import BUFFER
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.run import host_memory, multi_connector
-from kvobs.demo.server import Server, ServerError
 from kvobs.schema import signals
+from kvobs.testing.server import Server, ServerError
 from tests.connectors.packages import importing
 from tests.connectors.servers import stores
 from tests.connectors.servers.stores import Store, running

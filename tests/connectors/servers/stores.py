@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvobs.demo.run import entry
-from kvobs.demo.server import HOST, claim_port, end_group, kill_group, parse_metrics
+from kvobs.testing.server import HOST, claim_port, end_group, kill_group, parse_metrics
 from tests.connectors.packages import importing
 from tests.engine.serving import THE_CORE, eventually, listens
 from tests.support.affinity import keeping_off

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from kvobs.demo.server import HOST, Completion, Server
+from kvobs.testing.server import HOST, Completion, Server
 from tests.connectors.faults import REUSED, TITLES, Fault, Pages, blank, flip, record, shift
 from tests.connectors.servers.served import LMCACHE, MOONCAKE, STORE, Kind, served, with_packages
 from tests.connectors.servers.stores import CHUNK, Store, lmcache_server

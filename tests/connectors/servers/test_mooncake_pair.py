@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvobs.demo.run import host_memory, multi_connector
-from kvobs.demo.server import HOST, Server, ServerError, claim_port, cores
+from kvobs.testing.server import HOST, Server, ServerError, claim_port, cores
 from tests.connectors.servers import traffic
 from tests.connectors.servers.served import START_S, blocks_are_free, is_idle, with_packages
 from tests.connectors.servers.stores import mooncake_entry

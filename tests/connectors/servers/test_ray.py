@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvobs.demo.collector import Collector
 from kvobs.demo.run import host_memory
-from kvobs.demo.server import Server
+from kvobs.testing.collector import Collector
+from kvobs.testing.server import Server
 from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, START_S, Cluster, cluster
 from tests.connectors.servers.served import blocks_are_free
 from tests.engine import metered

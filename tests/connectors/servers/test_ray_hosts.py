@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvobs.demo.run import host_memory
-from kvobs.demo.server import HOST, claim_port
+from kvobs.testing.server import HOST, claim_port
 from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, START_S, cluster, joined
 from tests.engine import metered
 from tests.engine.exported import Exported

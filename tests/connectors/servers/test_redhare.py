@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvobs.demo.run import entry
-from kvobs.demo.server import HOST, claim_port
+from kvobs.testing.server import HOST, claim_port
 from tests.connectors.servers import traffic
 from tests.connectors.servers.served import STORE
 from tests.connectors.servers.stores import Store, running

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client.samples import Sample
 
 from kvobs.demo.run import SETTLE_S, host_memory, multi_connector
-from kvobs.demo.server import Server
+from kvobs.testing.server import Server
 from tests.connectors.servers import traffic
 from tests.connectors.servers.served import STORE, blocks_are_free, with_packages
 from tests.connectors.servers.traffic import LONG, SMALL_CACHE, Asked

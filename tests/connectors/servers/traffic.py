@@ -13,7 +13,7 @@ from functools import partial
 from http.client import HTTPException
 from typing import Any
 
-from kvobs.demo.server import Server, ServerError
+from kvobs.testing.server import Server, ServerError
 from tests.engine.serving import hang_up, prompt
 
 CLIENTS = 4

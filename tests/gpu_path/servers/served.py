@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvobs.demo.model import NAME
-from kvobs.demo.server import Server
+from kvobs.testing.model import NAME
+from kvobs.testing.server import Server
 from tests.connectors.packages import importing
 from tests.connectors.servers.served import blocks_are_free
 from tests.engine.serving import SPAWNING, TOKENS, eventually, prompt, serve, total

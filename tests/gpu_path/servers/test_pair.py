@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvobs.demo.run import entry, host_memory, multi_connector
-from kvobs.demo.server import CORES, HOST, claim_port, cores, kill_group
+from kvobs.testing.server import CORES, HOST, claim_port, cores, kill_group
 from tests.connectors.faults import record
 from tests.connectors.servers.stores import CHUNK
 from tests.engine.pair import LOOPBACK_ONLY, PREFILL, Pair, hand_over

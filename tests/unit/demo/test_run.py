@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from kvobs.cli import app
 from kvobs.cli.check.source import parse
-from kvobs.demo import load, run, server
+from kvobs.demo import load, run
 from kvobs.schema.config import read
+from kvobs.testing import server
 
 
 class FakeServer:

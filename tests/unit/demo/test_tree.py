@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from kvobs.cli.waterfall import BAR
-from kvobs.demo.collector import ReceivedSpan
 from kvobs.demo.tree import tree
+from kvobs.testing.collector import ReceivedSpan
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CLIENT = 99

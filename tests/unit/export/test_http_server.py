@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from kvobs import faults
-from kvobs.demo.server import claim_port
 from kvobs.export import http_server
 from kvobs.export.http_server import PLACES, Server, holder, is_reached_from_elsewhere, listen
 from kvobs.export.web_config import context
+from kvobs.testing.server import claim_port
 from tests.support.certificates import CLIENTS, Authority
 
 pytestmark = pytest.mark.timeout(60)

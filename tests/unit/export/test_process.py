@@ -21,7 +21,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 
 from kvobs import faults
-from kvobs.demo.collector import Collector
 from kvobs.export import __main__ as script
 from kvobs.export import process, span_export
 from kvobs.export.process import Exporter, State, lock_of
@@ -33,6 +32,7 @@ from kvobs.page.layout import HEAD, MAGIC, ORDINARY, URGENT, VERSION
 from kvobs.schema import __version__, signals, spans
 from kvobs.schema.options import ExporterOptions
 from kvobs.schema.signals import slot
+from kvobs.testing.collector import Collector
 from tests.support import watched
 from tests.support.contexts import no_otel_variables, record
 from tests.support.exporting import (

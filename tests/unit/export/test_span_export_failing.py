@@ -13,9 +13,9 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from kvobs.demo.server import claim_port
 from kvobs.export import span_export
 from kvobs.export.span_export import make_exporter
+from kvobs.testing.server import claim_port
 from tests.support.contexts import record
 from tests.support.converters import Converter, Hanging, Make
 

@@ -14,8 +14,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from kvobs.cli.check.check import check_text
 from kvobs.cli.check.flags import Flags
 from kvobs.cli.check.rewrite import Router
-from kvobs.demo.server import claim_port
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH
+from kvobs.testing.server import claim_port
 from kvobs.vllm_api.versions import RUST_FRONTEND
 from tests.support.configurations import TWO, check, config_of
 from tests.support.contexts import no_otel_variables

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from kvobs.demo.run import folder
-from kvobs.demo.server import (
+from kvobs.testing.server import (
     CORES,
     LOWEST_PORT,
     Server,
@@ -43,7 +43,7 @@ def test_port_0_gives_a_port_that_is_free(monkeypatch: pytest.MonkeyPatch) -> No
         listener.bind(("127.0.0.1", ports[0]))
         listener.listen()
         own = iter(ports[:2])
-        monkeypatch.setattr("kvobs.demo.server._own_ports", lambda: own)
+        monkeypatch.setattr("kvobs.testing.server._own_ports", lambda: own)
         assert claim_port(0) == ports[1], "one that others use is passed over"
 
 
@@ -249,7 +249,7 @@ def test_a_server_that_dies_under_a_request_is_an_error(server: Server) -> None:
 
 def test_no_server_is_left_when_its_starter_is_killed(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from kvobs.demo.server import Server; p = Path(sys.argv[1]); "
+        "import sys; from pathlib import Path; from kvobs.testing.server import Server; p = Path(sys.argv[1]); "
         "Server(p / 'no-model', p / 'log').__enter__()"
     )
     environ = os.environ | {"TMPDIR": str(tmp_path)}  # no one is left to remove what it puts there

@@ -21,8 +21,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind
 from opentelemetry.trace.status import Status, StatusCode
 
-from kvobs.demo.collector import Collector, ReceivedSpan
-from kvobs.demo.server import HOST
+from kvobs.testing.collector import Collector, ReceivedSpan
+from kvobs.testing.server import HOST
 from tests.support.grpc_collector import SERVICE, GrpcCollector
 
 TRACE, OTHER_TRACE = 0xA1, 0xB2

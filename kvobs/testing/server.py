@@ -25,8 +25,8 @@ from typing import IO, Any, Self
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from kvobs.demo.model import NAME
-from kvobs.demo.vllm_serve import PARENT
+from kvobs.testing.model import NAME
+from kvobs.testing.vllm_serve import PARENT
 from kvobs.vllm_api.proc import stat
 
 HOST = "127.0.0.1"
@@ -67,7 +67,7 @@ class Server:
     """Seconds to come up. Twenty are usual; the first start after an installation takes a minute."""
     on_progress: Callable[[float, str], None] = lambda _seconds, _doing: None
     """Called about five times a second during the start, with the elapsed seconds and the newest log message."""
-    launch: Sequence[str] = (sys.executable, "-m", "kvobs.demo.vllm_serve")
+    launch: Sequence[str] = (sys.executable, "-m", "kvobs.testing.vllm_serve")
     """The command that takes the arguments of `vllm serve`."""
     host: str = HOST
     """The address it listens on: this, or 0.0.0.0, all of them."""
