@@ -12,7 +12,7 @@ from inspect import isfunction
 from typing import Any, Literal, Protocol
 
 from kvobs.state.cache_layout import CacheLayout
-from kvobs.state.transfers import Gain, Load, LookupResult, Offer, ReportKind, Save, UnexpectedReport
+from kvobs.state.transfers import Load, LookupResult, Offer, ReportKind, Save, UnexpectedReport
 
 Params = dict[str, Any]
 """vLLM's ``kv_transfer_params``."""
@@ -69,12 +69,6 @@ class Observer:
     def load_ended(self, request_id: str, load: Load) -> None:
         """Receive a load that has ended on every rank."""
 
-    def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:
-        """Receive the gain of a finished load.
-
-        For an async load this is called when its request is scheduled again, which may never happen.
-        """
-
     def sync_loads_failed(self, index: int, loads: Sequence[Load]) -> None:
         """Receive the failed synchronous loads of a step."""
 
@@ -92,9 +86,6 @@ class Observer:
 
     def awaiting_ranks(self) -> None:
         """Receive that some ranks have reported a transfer and others have not: once a step while that is so."""
-
-    def reused(self, request_id: str, tokens: int) -> None:
-        """Receive how many of a prompt's tokens were in earlier prompts and answers."""
 
     def noted(self, notes: Sequence[Any]) -> None:
         """Receive the notes of the workers' observers, of all ranks."""

@@ -8,20 +8,21 @@ from typing import Any
 
 from kvobs.faults import contain
 from kvobs.probe.pure import Call
-from kvobs.state.events import EVENTS, Observer
+from kvobs.state.events import Observer
+from kvobs.telemetry.events import EVENTS, TelemetryObserver
 from kvobs.telemetry.tracing.request_traces import Traces
 
 
-class Composed(Observer):
+class Composed(TelemetryObserver):
     """Passes each event to the observers that record it, in their order."""
 
     def __init__(self, observers: Iterable[Observer | None]) -> None:
         self.observers = tuple([each for each in observers if each is not None])
         for event in EVENTS:
-            nothing, calls = vars(Observer)[event], list[tuple[Call, bool]]()
+            nothing, calls = getattr(TelemetryObserver, event), list[tuple[Call, bool]]()
             for each in self.observers:
-                method = getattr(each, event)
-                if getattr(method, "__func__", None) is not nothing:
+                method = getattr(each, event, nothing)
+                if getattr(method, "__func__", method) is not nothing:
                     calls.append((method, isinstance(each, Traces)))
             if calls:
                 setattr(self, event, partial(_announce, calls))

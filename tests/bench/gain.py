@@ -28,10 +28,10 @@ from docs import pages
 from kvobs.demo.host_offload import HostOffloadingSpec, HostWorker
 from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.routing.scheduler import SchedulerSide
-from kvobs.state.events import Observer
 from kvobs.state.transfers import Gain, Load
 from kvobs.telemetry.composed import Composed
 from kvobs.telemetry.estimates.gains import Gains
+from kvobs.telemetry.events import TelemetryObserver
 from kvobs.testing.model import FIRST_BYTE, VOCAB, make_model
 from kvobs.vllm_api.versions import chunks_of
 from tests.bench.report import Budget, Line, Part
@@ -67,7 +67,7 @@ class Pair(NamedTuple):
     waited: float
 
 
-class Announced(Observer):
+class Announced(TelemetryObserver):
     """What kvobs announced of the latest load."""
 
     latest: Gain | None = None

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvobs.probe.recorder import Recorder
-from kvobs.state.events import Observer
 from kvobs.state.transfers import LookupResult, Offer
 from kvobs.telemetry.estimates.reuse import PromptReuse
+from kvobs.telemetry.events import TelemetryObserver
 from tests.bench.calls import slowness
 from tests.bench.report import Budget, Line, Part
 
@@ -28,7 +28,7 @@ def measure() -> Part:
 
 
 def _timings(shared: int, *, is_observed: bool = True) -> list[float]:
-    reuse = PromptReuse(Recorder(2), Observer(), BLOCK, 0)
+    reuse = PromptReuse(Recorder(2), TelemetryObserver(), BLOCK, 0)
     systems = [[random.randbytes(32) for _ in range(shared)] for _ in range(20)]
     timings = []
     for of_round in range(ROUNDS + 5):  # the first ones fill the samples

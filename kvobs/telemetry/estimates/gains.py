@@ -13,6 +13,7 @@ from kvobs.schema import signals
 from kvobs.state.events import ObservedRequest, Observer
 from kvobs.state.transfers import Gain, Load, LookupResult
 from kvobs.telemetry.estimates.compute_cost import ComputeCost, Work
+from kvobs.telemetry.events import TelemetryObserver
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,7 +42,7 @@ class Gains(Observer):
     the ``step_limits``.
     """
 
-    def __init__(self, recorder: Recorder, listener: Observer, chunk: int, in_flight: int) -> None:
+    def __init__(self, recorder: Recorder, listener: TelemetryObserver, chunk: int, in_flight: int) -> None:
         self._recorder = recorder
         self._listener = listener
         self._cost = ComputeCost(chunk)

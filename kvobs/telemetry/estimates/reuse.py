@@ -14,6 +14,7 @@ from kvobs.state.transfers import LookupResult
 from kvobs.telemetry.estimates.evictions import Evictions
 from kvobs.telemetry.estimates.misses import Misses
 from kvobs.telemetry.estimates.reuse_distances import ReuseDistances
+from kvobs.telemetry.events import TelemetryObserver
 
 if TYPE_CHECKING:
     from kvobs.state.cache_layout import CacheLayout
@@ -44,7 +45,7 @@ class PromptReuse(Observer):
     def __init__(
         self,
         recorder: Recorder,
-        listener: Observer,
+        listener: TelemetryObserver,
         block_size: int,
         local_cache_tokens: int,
         *,

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvobs.faults import contained
-from kvobs.state.events import ObservedRequest, Observer, Params
+from kvobs.state.events import ObservedRequest, Params
 from kvobs.state.request_report import RequestReport
 from kvobs.state.transfers import Gain, Load, LookupResult, Save, WrongBlocks
+from kvobs.telemetry.events import TelemetryObserver
 from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, REPORT, field_of, into_params
 
 ASKED = "asked"
@@ -25,7 +26,7 @@ def asks(params: object) -> bool:
     return report is True or (isinstance(report, Mapping) and report.get(ASKED) is True)
 
 
-class Reports(Observer):
+class Reports(TelemetryObserver):
     """Gathers the reports of live requests: of those only that somebody is to see.
 
     ``report`` is the option of this name: whether a client that asks gets a report. ``put`` takes the

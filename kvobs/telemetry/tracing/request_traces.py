@@ -10,8 +10,9 @@ from kvobs.clock import wall_ns
 from kvobs.faults import contained
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema.spans import Reason
-from kvobs.state.events import ObservedRequest, Observer, Params
+from kvobs.state.events import ObservedRequest, Params
 from kvobs.state.transfers import Gain, Load, LookupResult, Save, WrongBlocks
+from kvobs.telemetry.events import TelemetryObserver
 from kvobs.telemetry.tracing import trace_context
 from kvobs.telemetry.tracing.call_spans import CallSpans, Parent
 from kvobs.telemetry.tracing.journal import Journal
@@ -22,7 +23,7 @@ from kvobs.telemetry.tracing.trace_context import MalformedContextError, TraceCo
 Call = Callable[..., Any]
 
 
-class Traces(Observer):
+class Traces(TelemetryObserver):
     """The traces of all live requests, and of their open loads and promised saves.
 
     ``calls`` traces the calls into the connectors. ``activated`` returns a call about a request with that request's

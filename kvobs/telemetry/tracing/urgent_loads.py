@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from kvobs.clock import wall_ns
 from kvobs.probe.recorder import CallEvent
 from kvobs.schema.spans import Reason, Value
-from kvobs.state.events import ObservedRequest, Observer
+from kvobs.state.events import ObservedRequest
 from kvobs.state.transfers import NO_RESULT, Gain, Load, LookupResult, WrongBlocks
+from kvobs.telemetry.events import TelemetryObserver
 from kvobs.telemetry.tracing.call_spans import Parent
 from kvobs.telemetry.tracing.journal import Journal
 from kvobs.telemetry.tracing.request_spans import Opened, RequestSpans, Trace, arrival_of
@@ -18,7 +19,7 @@ from kvobs.telemetry.tracing.trace_context import TraceContext, new_span_id, new
 NO_MORE: Mapping[str, Value] = {}
 
 
-class UrgentLoads(Observer):
+class UrgentLoads(TelemetryObserver):
     """Writes each slow or failed load as a trace: one span, and the spans of its ranks.
 
     Lookups are not timed for it: the load's span contains the offers, and how long ago the request had arrived.

@@ -7,8 +7,8 @@ from itertools import product
 from kvobs.log import line, log, once
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.state.events import Observer
 from kvobs.state.transfers import Gain, Load, Save, Slowest, UnexpectedReport
+from kvobs.telemetry.events import TelemetryObserver
 
 _LOADS = {labels: signals.slot(signals.LOADS, *labels) for labels in product(*signals.LOADS.labels.values())}
 _DURATIONS = {mode: signals.slot(signals.LOAD_DURATION, mode) for mode in signals.LOAD_DURATION.labels["mode"]}
@@ -46,7 +46,7 @@ _UNEXPECTED = {
 _QUARANTINED, _QUARANTINES = map(signals.slot, (signals.QUARANTINED, signals.QUARANTINES))
 
 
-class Outcomes(Observer):
+class Outcomes(TelemetryObserver):
     """Records the ends of loads and saves, and quarantines."""
 
     def __init__(self, names: Sequence[str], recorder: Recorder) -> None:

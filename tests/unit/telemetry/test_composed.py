@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from kvobs import faults
-from kvobs.state.events import EVENTS, Observer
+from kvobs.state.events import Observer
 from kvobs.telemetry.composed import Composed
+from kvobs.telemetry.events import EVENTS, TelemetryObserver
 from kvobs.telemetry.tracing.request_traces import Traces
 
 
@@ -23,7 +24,7 @@ class Noting(Observer):
 def test_an_event_reaches_each_observer_as_it_was_announced(event: str) -> None:
     noted: list[Any] = []
     composed = Composed([Noting("one", noted), None, Noting("two", noted)])
-    parameters = list(inspect.signature(getattr(Observer, event)).parameters.values())[1:]
+    parameters = list(inspect.signature(getattr(TelemetryObserver, event)).parameters.values())[1:]
     args = tuple(object() for each in parameters if each.kind is not each.KEYWORD_ONLY)
     more = {each.name: object() for each in parameters if each.kind is each.KEYWORD_ONLY}
     getattr(composed, event)(*args, **more)

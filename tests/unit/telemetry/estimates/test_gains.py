@@ -7,11 +7,11 @@ import pytest
 
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
-from kvobs.state.events import Observer
 from kvobs.state.transfers import NO_RESULT, Gain, Load
 from kvobs.telemetry.estimates import gains
 from kvobs.telemetry.estimates.compute_cost import Work
 from kvobs.telemetry.estimates.gains import Gains, StepTimes, step_limits, work_of
+from kvobs.telemetry.events import TelemetryObserver
 from kvobs.testing import BLOCK, Rig, Script
 from tests.support.contexts import request
 from tests.support.numbers import taken
@@ -21,7 +21,7 @@ MS = 1_000_000
 TOKEN_NS, STEP_NS = 100_000, 5 * MS
 
 
-class Engine(Observer):
+class Engine(TelemetryObserver):
     """An engine whose steps take 5 ms and 0.1 ms a token, on the test's clock, and what is announced of its loads."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:

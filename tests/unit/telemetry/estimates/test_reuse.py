@@ -13,9 +13,9 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import REUSE_DISTANCE
 from kvobs.state.cache_layout import CacheLayout
-from kvobs.state.events import Observer
 from kvobs.state.transfers import NO_RESULT
 from kvobs.telemetry.estimates.reuse import PromptReuse, cache_tokens, hash_block_size
+from kvobs.telemetry.events import TelemetryObserver
 from kvobs.testing import BLOCK, Rig, Script
 from kvobs.vllm_api import versions
 from tests.support.probes import counts
@@ -118,11 +118,11 @@ def test_an_aborted_request_that_was_never_allocated_is_not_counted(rig: Rig, co
 def test_without_a_block_size_nothing_is_done() -> None:
     recorder = Recorder(0)
     request: Any = SimpleNamespace(request_id="r", num_prompt_tokens=40, block_hashes=[b"hash"])
-    PromptReuse(recorder, Observer(), 0, 0).allocated(request, NO_RESULT, None, 0)
+    PromptReuse(recorder, TelemetryObserver(), 0, 0).allocated(request, NO_RESULT, None, 0)
     assert not counts(recorder)
 
 
-class Noting(Observer):
+class Noting(TelemetryObserver):
     def __init__(self) -> None:
         self.heard: list[tuple[str, int]] = []
 
