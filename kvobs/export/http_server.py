@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gzip
 import ipaddress
 import json
@@ -22,10 +21,9 @@ from typing import Any, Protocol
 import h11
 
 from kvobs import faults
-from kvobs.log import line, once
+from kvobs.export.listening import PLACES, is_loopback, listen
+from kvobs.log import once
 
-PLACES = 64
-"""Connections at a time; where all are taken, the oldest of the address with the most is closed for a new one."""
 HEAD_S = 2.0
 """How long a client may take over the TLS handshake and its complete request."""
 ANSWER_S = 5.0
@@ -45,9 +43,6 @@ STILL = "still"
 """The query with which the status page does not reload itself."""
 _FORWARDED = {"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"}
 """Headers of a proxy, whose clients are on other machines."""
-
-OPEN_TO_ALL = "every client that reaches it can read them, because it uses neither TLS nor authentication"
-LESS_OPEN = "set kvobs.exporter.web_config, or let only Prometheus reach the port"
 
 Text = Callable[[str], tuple[str, bytes]]
 Health = Callable[[], tuple[bool, dict[str, Any]]]
@@ -198,13 +193,13 @@ class Server:
         path, _, query = request.target.decode().partition("?")
         if request.method not in (b"GET", b"HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, {"Content-Type": _PLAIN, "Allow": "GET, HEAD"}, b"GET only\n"
-        if _is_loopback(address) and not self._is_ours(headers.get("host", "")):
+        if is_loopback(address) and not self._is_ours(headers.get("host", "")):
             # A web page in a browser of this machine, whose name was made to point here.
             says = b"this name may be another site's: use localhost or an IP address\n"
             return HTTPStatus.FORBIDDEN, {"Content-Type": _PLAIN}, says
         try:
             if path == "/" and self._status is not None:
-                is_local = _is_loopback(address) and not _FORWARDED & headers.keys()
+                is_local = is_loopback(address) and not _FORWARDED & headers.keys()
                 page = self._status(is_local=is_local, reloads=query != STILL)
                 return _packed(_OF_STATUS, page, headers.get("accept-encoding", ""))
             return self._page(path, headers.get("accept", ""), headers.get("accept-encoding", ""))
@@ -238,42 +233,3 @@ def _packed(headers: dict[str, str], body: bytes, encodings: str) -> Answer:
     if "gzip" not in encodings:
         return HTTPStatus.OK, dict(headers), body
     return HTTPStatus.OK, headers | {"Content-Encoding": "gzip"}, gzip.compress(body, 1)
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0].removeprefix("::ffff:")).is_loopback
-
-
-def is_reached_from_elsewhere(host: str) -> bool:
-    """Return whether a server that listens there can be reached from other machines; OSError for an unknown name."""
-    return not _is_loopback(_resolve(host, 0)[1])
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; OSError if that fails."""
-    if port >= 1 << 16:  # of an engine far down a data-parallel group
-        raise OSError(errno.EINVAL, f"port {port} is above 65535, the highest")
-    family, address = _resolve(host, port)
-    # A name may resolve to an IPv6 address where the kernel has no IPv6: dualstack_ipv6 raises ValueError.
-    is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    return socket.create_server((address, port), family=family, backlog=PLACES, dualstack_ipv6=is_dual)
-
-
-def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except UnicodeError:
-        raise OSError(errno.EINVAL, "not a host name") from None
-    return family, str(address[0])
-
-
-def holder(port: int) -> str:
-    """Return the process that listens on a port, as "pid 1 (name)"; "another process" where that can't be seen."""
-    import psutil  # while nothing is wrong it costs no memory
-
-    with suppress(psutil.Error, OSError):  # of another user, or gone
-        for each in psutil.net_connections("tcp"):
-            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid is not None:
-                # Not its command line, which may contain passwords.
-                return f"pid {each.pid} ({line(psutil.Process(each.pid).name())})"
-    return "another process"

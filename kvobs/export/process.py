@@ -27,7 +27,8 @@ from kvobs.export import web_config
 from kvobs.export.destinations import exporter_url
 from kvobs.export.engine import Engine, Positions, engines_of, servers
 from kvobs.export.engine_watch import EngineWatch
-from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, Server, holder, is_reached_from_elsewhere
+from kvobs.export.http_server import Server
+from kvobs.export.listening import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere
 from kvobs.export.otlp_metrics import MetricsPush
 from kvobs.export.span_export import make_converter
 from kvobs.export.span_reading import SpanReading

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from kvobs.cli import app, dashboards
 from kvobs.cli.commands import load
-from kvobs.export.http_server import LESS_OPEN
+from kvobs.export.listening import LESS_OPEN
 from tests.support import charts
 
 ROOT = Path(__file__).parents[2]

@@ -69,6 +69,7 @@ def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -
         "hatch_build.py",  # compiles the probe when kvobs is built; it is in no wheel
         "starter.py",  # starts the exporter
         "http_server.py",  # the exporter, which serves /metrics where it is asked to
+        "listening.py",  # the same
     }
     assert {one for one in found if one[1] in UNPICKLES} == {
         ("source.py", "yaml"),  # a configuration, for the command kvobs check; it makes no objects

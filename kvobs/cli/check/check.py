@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -16,10 +15,9 @@ from kvobs.cli.check.result import CheckResult, ConnectorResult
 from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of, without_key
 from kvobs.connectors import validation
 from kvobs.connectors.known import PD_ROUTER, ROUTER
-from kvobs.export import destinations
+from kvobs.export import destinations, listening
 from kvobs.export.destinations import Hidden, exporter_of
-from kvobs.export.http_server import LESS_OPEN, OPEN_TO_ALL, holder, is_reached_from_elsewhere, listen
-from kvobs.export.web_config import UnusableError, context
+from kvobs.export.listening import is_reached_from_elsewhere
 from kvobs.schema import kinds
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH, is_enabled
 from kvobs.schema.findings import Finding, show
@@ -119,24 +117,10 @@ def _check_port(result: CheckResult, exporter: ExporterOptions | None, flags: Fl
     is_option = isinstance(options, Mapping) and "exporter" in options
     by_variable = not is_option and os.environ.get(EXPORTER_VARIABLE)
     path = f"environment variable {EXPORTER_VARIABLE}" if by_variable else f"{PATH}.kvobs.exporter"
-    host, port = exporter.host, exporter.port
-    result.port = port
-    if whose := flags.taken.get(port):
-        result.add(kinds.PORT.at(path, port=port, whose=whose))
-    if exporter.web_config is not None:
-        try:
-            context(exporter.web_config)
-        except UnusableError as error:
-            result.add(kinds.WEB_CONFIG.at(f"{path}.web_config", error=error.strerror))
-    try:
-        listen(host, port).close()
-        if exporter.web_config is None and is_reached_from_elsewhere(host):
-            result.add(kinds.OPEN.at(path, host=show(host), harm=OPEN_TO_ALL, remedy=LESS_OPEN))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            result.add(kinds.PORT_IN_USE.at(path, port=port, holder=holder(port)))
-        else:
-            result.add(kinds.NO_LISTENING.at(path, host=show(host), port=port, error=error.strerror))
+    result.port = exporter.port
+    if whose := flags.taken.get(exporter.port):
+        result.add(kinds.PORT.at(path, port=exporter.port, whose=whose))
+    result.add(*listening.findings(exporter, path))
 
 
 def _check_telemetry(result: CheckResult, flags: Flags) -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kvobs.cli import app
 from kvobs.demo.run import ON_A_GPU
-from kvobs.export.http_server import LESS_OPEN
+from kvobs.export.listening import LESS_OPEN
 
 pytestmark = pytest.mark.usefixtures("bare_machine")
 
