@@ -27,6 +27,7 @@ from kvobs.routing.metadata import (
     Orders,
     as_set,
 )
+from kvobs.routing.open_loads import OpenLoads
 from kvobs.routing.worker_isolation import WorkerGates
 from kvobs.state.events import WorkerObserver
 from kvobs.state.transfers import Report, ReportKind
@@ -80,11 +81,9 @@ class WorkerSide:
         self._loaded_ns: dict[int, int] = {}  # connector -> end of its last layer wait in this step
         self._meta: MultiKVConnectorMetadata | None = None
         self._orders = NO_ORDERS
-        self._loads: dict[str, LoadOrder] = {}  # open loads, to find the owner of a bad block
-        self._resumed: dict[str, LoadOrder] = {}  # asynchronous loads that have ended before this step
+        names_failed = KVConnectorTransferResults is not None
+        self._open = OpenLoads(ids_are_unique=self.ids_are_unique, names_failed=names_failed)
         self._isolated = frozenset([connector.index for connector in self.connectors if connector.gate is not None])
-        self._returned: set[str] = set()  # those whose receipt was returned to vLLM
-        self._orphaned: set[str] = set()  # those whose request has ended
         self._began: dict[tuple[int, str], int] = {}  # (connector, request) -> when this rank got the order
         self._reports: list[Report] = []
         self._failed_syncs: set[str] = set()
@@ -115,6 +114,7 @@ class WorkerSide:
             raise _foreign(connector_metadata)
         self._meta = meta = connector_metadata
         self._orders = orders = meta.orders if meta.orders is not None else NO_ORDERS
+        self._open.ordered = orders.loads
         loads = () if orders is NO_ORDERS else [(load.connector_index, load.note) for load in orders.loads.values()]
         if self.observer.wants_reports and orders is not NO_ORDERS:
             self.observer.reported(None, ReportKind.RECEIVED, orders.closed)
@@ -129,16 +129,8 @@ class WorkerSide:
             connector.bind_connector_metadata(part)
 
     def _take(self, orders: Orders) -> None:
-        self._orphaned.update(orders.orphaned)  # before the ones that have already ended
-        for request in orders.closed:
-            if (over := self._loads.pop(request, None)) is not None:
-                self._began.pop((over.connector_index, request), None)  # a rank need not report
-                if over.is_async and over.hit_by and request not in self._orphaned:  # whose blocks are others'
-                    self._resumed[request] = over
-            self._orphaned.discard(request)
-            self._returned.discard(request)
-        self._loads.update(orders.loads)
-        self._returned.difference_update(orders.loads)
+        for request, load in self._open.take(orders):
+            self._began.pop((load.connector_index, request), None)  # a rank need not report
         self._note_begin(orders)
         for save in orders.saved:  # some of them were promised in this same step
             self._began.pop(save, None)
@@ -168,7 +160,7 @@ class WorkerSide:
                 self._note_further(results)
             if results.failed_recving or results.finished_recving or results.finished_sending:
                 arrived, bad = as_set(results.finished_recving), as_set(results.failed_recving)
-                owned = self._first_of_owned(connector, arrived)
+                owned = self._open.first_of_owned(connector.index, arrived)
                 if self.observer.may_refuse and owned:
                     bad = bad | self.observer.refused(connector.index, owned - bad)
                 received |= owned
@@ -186,30 +178,14 @@ class WorkerSide:
             finished_recving=received.union(ordered), failed_recving=failed.union(ordered), **further
         )
 
-    def _first_of_owned(self, connector: SubConnector, requests: set[str]) -> set[str]:
-        """Return the requests whose asynchronous load this connector owns, once per load."""
-        first = set()
-        for request in requests - self._returned:
-            load = self._loads.get(request)
-            if load is not None and load.connector_index == connector.index and load.is_async:
-                first.add(request)
-        self._returned |= first
-        return first
-
     def _note_bad_syncs(self, connector: SubConnector, failed: set[str]) -> None:
         """Note the blocks of the step's synchronous loads that another connector reports as failed.
 
         vLLM reads a failed load of a request that waits only. The connector may have written into these blocks.
         """
-        for request in failed:
-            load = self._loads.get(request)
-            if load is not None and load.connector_index != connector.index and self._is_sync(request, load):
-                self._failed_syncs.add(request)
-                self._bad_blocks |= _blocks_of(load)
-
-    def _is_sync(self, request: str, load: LoadOrder) -> bool:
-        """Return whether a load is synchronous, and of this step."""
-        return not load.is_async and request in self._orders.loads
+        for request, load in self._open.syncs_of_others(connector.index, failed).items():
+            self._failed_syncs.add(request)
+            self._bad_blocks |= _blocks_of(load)
 
     def _finished_for(self, connector: SubConnector, finished: set[str]) -> set[str]:
         """Return the finished requests for a connector, without those hidden from it."""
@@ -250,31 +226,17 @@ class WorkerSide:
             for request, load in self.gates.failed_sync_loads(self._meta):
                 self._failed_syncs.add(request)
                 passed_on |= _blocks_of(load) if self.ids_are_unique else set()  # or vLLM crashes
-            for _, load in self.gates.overwritten(self._resumed):
+            for _, load in self.gates.overwritten(self._open.resumed):
                 passed_on |= _blocks_of(load) if self.ids_are_unique else set()
         return passed_on
 
     def _attribute(self, connector: SubConnector, bad: set[int]) -> set[int]:
-        """Report the loads that a connector's bad blocks belong to; return the blocks to pass on to vLLM.
-
-        Connectors may load what they were not chosen for, and break another one's load: a request must not continue
-        with such blocks, nor with blocks of no known load.
-        """
-        passed_on, known = set[int](), set[int]()
-        for request, load in self._loads.items():
-            hit = {block for group in load.blocks for block in group if block in bad}
-            if not hit:
-                continue
-            known |= hit
-            if load.is_async and not (self.ids_are_unique or KVConnectorTransferResults is None):
-                self._report(connector, ReportKind.UNMAPPED_BAD_BLOCKS, (request,))
-                continue
-            passed_on |= hit
-            if is_sync := self._is_sync(request, load):
-                self._failed_syncs.add(request)
-            if load.is_async or (is_sync and load.connector_index != connector.index):
-                self._report(connector, ReportKind.BAD_BLOCKS, (request,))
-        if unknown := bad - known:
+        """Report the loads that a connector's bad blocks belong to; return the blocks to pass on to vLLM."""
+        passed_on, reports, failed_syncs, unknown = self._open.attribute(connector.index, bad)
+        self._failed_syncs |= failed_syncs
+        for kind, request in reports:
+            self._report(connector, kind, (request,))
+        if unknown:  # a request must not continue with them
             may_raise = self.ids_are_unique or connector.gate is None  # vLLM, with several KV cache groups
             outcome = "passed on to vLLM" if may_raise else "ignored, because vLLM would crash the engine"
             text = "connector %r reported load errors for blocks that belong to no open load (such as %s); they are %s"
@@ -309,7 +271,7 @@ class WorkerSide:
             for index, request, has_not_begun in self.gates.failed_loads(self._meta) if self._meta is not None else ():
                 kind = ReportKind.FAILED if has_not_begun else ReportKind.UNMAPPED_BAD_BLOCKS
                 self._report(self.connectors[index], kind, (request,))
-            for request, load in self.gates.spoiled(self._loads):
+            for request, load in self.gates.spoiled(self._open.by_request):
                 self._report(self.connectors[load.connector_index], ReportKind.UNMAPPED_BAD_BLOCKS, (request,))
             broken = self.gates.take_broken()
         reports, self._reports = self._reports, []
@@ -349,7 +311,7 @@ class WorkerSide:
 
     def clear_connector_metadata(self) -> None:
         self._meta, self._orders = None, NO_ORDERS
-        self._resumed.clear()
+        self._open.end_step()
         for connector in self.connectors:
             connector.clear_connector_metadata()
         self.observer.step_ended()

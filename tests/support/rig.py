@@ -85,5 +85,5 @@ def assert_nothing_is_left(rig: Rig) -> None:
     assert not observer_of(rig, UrgentLoads)
     assert not observer_of(rig, Reports)
     assert not observer_of(rig, Gains)
-    assert [worker._side._loads for worker in rig.workers] == [{}] * len(rig.workers)
+    assert [worker._side._open.by_request for worker in rig.workers] == [{}] * len(rig.workers)
     assert [worker._side._began for worker in rig.workers] == [{}] * len(rig.workers)

@@ -82,7 +82,7 @@ LOAD = LoadOrder(0, is_async=True, blocks=((1,),))
 def test_a_load_that_is_over_before_its_rank_gets_its_requests_end_is_forgotten(a: Script, b: Script) -> None:
     side = side_of(Rig("kvobs", a, b), ("r", LOAD))
     side.bind_connector_metadata(dataclasses.replace(side._meta, orders=Orders(orphaned=["r"], closed=["r"])))
-    assert (side._loads, side._orphaned) == ({}, set())
+    assert (side._open.by_request, side._open._orphaned) == ({}, set())
 
 
 def test_sync_loads_are_reported_when_their_step_is_over(a: Script, b: Script) -> None:
