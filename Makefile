@@ -40,6 +40,7 @@ endif
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python -m docs.house
 
 bench: $(INSTALLED) ## Measure what kvobs costs

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from dashboards.alerts import ALERTS
 from dashboards.site import Site, thresholds
 from docs.deviations import DEVIATIONS
-from docs.house import PACKAGE, TIERS
+from docs.house import PACKAGE, floors, purpose
 from docs.kinds import kinds_table, table_of
 from docs.pages import ROOT, table
 from kvobs.cli.summary.rows import MEASURES
@@ -339,11 +339,11 @@ def _right(outcome: dict[str, Any]) -> str:
 def packages() -> str:
     """Return the packages and modules of kvobs, the highest first."""
     rows = [
-        [str(tier), f"`{name}{'/' if (PACKAGE / name).is_dir() else ''}`", does]
-        for tier, rooms in reversed(list(enumerate(TIERS, 1)))
-        for name, does in rooms.items()
+        [str(floor), f"`{room}{'/' if (PACKAGE / room).is_dir() else ''}`", purpose(room)]
+        for floor, rooms in reversed(list(enumerate(floors(), 1)))
+        for room in rooms
     ]
-    return table(["tier", "package or module", "what it does"], rows)
+    return table(["floor", "package or module", "what it does"], rows)
 
 
 FAULTS = (

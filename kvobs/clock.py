@@ -1,4 +1,4 @@
-"""Read the wall clock without its jumps: durations within a process are right whenever the machine's clock is put."""
+"""Read the wall clock without its jumps: durations within a process are right whenever the machine's clock is set."""
 
 import time
 from time import perf_counter_ns

@@ -1,4 +1,4 @@
-"""The command ``kvobs``: check, top, timeline, dashboards and the demo."""
+"""Implement the command ``kvobs``: check, top, summary, trace, timeline, dashboards and the demo."""
 
 from kvobs.cli.commands import app
 

@@ -1,4 +1,4 @@
-"""``MultiConnector``, the class that vLLM loads: it builds the connectors and binds the hooks of its role.
+"""Define ``MultiConnector``, the class that vLLM loads: it builds the connectors and binds the hooks of its role.
 
 The name is fixed: vLLM compares the literal string. It subclasses vLLM's own class, so that identity checks hold and
 hooks of newer vLLM versions reach the connectors through the inherited routing.

@@ -1,1 +1,1 @@
-"""Call the configured connectors: each built, gated, its hooks bound and every call recorded."""
+"""Build and call the configured connectors: each is gated, its hooks are bound, every call is recorded."""

@@ -1,1 +1,1 @@
-"""Turn payloads into metrics and spans: in the API server, or in a separate process."""
+"""Turn pages into metrics, spans and a status page: in the API server, or in a process without vLLM."""

@@ -1,1 +1,1 @@
-"""Time and count the calls into connectors, in C or in Python, and show the one in progress: the way of a call."""
+"""Time and count the calls into connectors, in C or in Python, and show the one in progress."""
