@@ -30,17 +30,18 @@ demo: $(INSTALLED) ## Run a real vLLM server with two KV connectors and see what
 test: $(INSTALLED) ## Run the unit tests, the comparison with vLLM's router, and the demo; TESTS="-k name": these
 	$(BIN)/python -m tests.suites test
 
-lint: $(INSTALLED) ## Check style, types, and the walls of the packages; FIX=1: format, and write tables and boards anew
+lint: $(INSTALLED) ## Check style, types, imports and generated pages; FIX=1: format, and write tables and boards anew
 ifdef FIX
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 	$(BIN)/python -m dashboards
-	$(BIN)/python -m docs
+	$(BIN)/cog -r @docs/cog.txt
 endif
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/cog --check --diff --check-fail-msg='make lint FIX=1 writes these pages anew' @docs/cog.txt
 	$(BIN)/python -m docs.house
 
 bench: $(INSTALLED) ## Measure what kvobs costs

@@ -1,1 +1,1 @@
-"""Documentation: one page a question, and the generator of the tables in it (``python -m docs``)."""
+"""Documentation: one page a question, and what makes the tables in it (``docs/cog.txt``)."""

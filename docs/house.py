@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import grimp
 
-from docs.pages import FOLDER, ROOT, part
+from docs.pages import FOLDER, ROOT, table
+from docs.tables import options
 
 PACKAGE = ROOT / "kvobs"
 OUTSIDE_ENGINES = {"cli", "demo", "testing"}
@@ -46,11 +47,20 @@ def purpose(room: str) -> str:
     return text.partition("\n")[0].replace("``", "`")
 
 
+def packages() -> str:
+    """Return the packages and modules of kvobs as a table, the highest first."""
+    rows = [
+        [str(floor), f"`{room}{'/' if (PACKAGE / room).is_dir() else ''}`", purpose(room)]
+        for floor, rooms in reversed(list(enumerate(floors(), 1)))
+        for room in rooms
+    ]
+    return table(["floor", "package or module", "what it does"], rows)
+
+
 def measures() -> Iterator[Measure]:
     """Yield the figures of the house with their aims."""
     files = sorted(PACKAGE.rglob("*.py"))
     inside = [path for path in files if path.relative_to(PACKAGE).parts[0] not in OUTSIDE_ENGINES]
-    options = part((ROOT / "docs/options.md").read_text(encoding="utf-8"), "table", "options")
     graph = grimp.build_graph("kvobs", cache_dir=None)
     for room in graph.find_children("kvobs"):
         graph.squash_module(room)
@@ -61,7 +71,7 @@ def measures() -> Iterator[Measure]:
     yield Measure("tests, lines", _lines((ROOT / "tests").rglob("*.py")), 40_000)
     yield Measure("rooms", len(graph.modules), 21)
     yield Measure("arrows", arrows, 70)
-    yield Measure("options", sum(line.startswith("| `") for line in options.splitlines()), 20)
+    yield Measure("options", sum(line.startswith("| `") for line in options().splitlines()), 20)
     yield Measure("README, lines", _lines([ROOT / "README.md"]), 120)
     words = sum(len(page.read_text(encoding="utf-8").split()) for page in for_operators())
     yield Measure("operators, words", words, 20_000)

@@ -1,24 +1,21 @@
-"""Read the pages and fill the parts of them that are generated.
+"""List the pages, and write what a command measured into one of them.
 
-A generated part stands between two comments, which a reader of the rendered page does not see::
+What is measured stands between two comments, which a reader of the rendered page does not see::
 
-    <!-- table: metrics -->
+    <!-- run: bench -->
     ...
     <!-- end -->
 
-``table`` parts are made from the code by ``python -m docs``; ``run`` parts are written by the command that measures.
+cog writes all other generated parts, by the calls that stand in the pages.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 DECISIONS = FOLDER / "decisions"
-_END = "<!-- end -->"
-_BEGIN = re.compile(r"^<!-- (table|run): ([a-z-]+) -->$", re.MULTILINE)
 
 
 def pages() -> list[Path]:
@@ -26,39 +23,21 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted(FOLDER.glob("*.md")), *sorted(DECISIONS.glob("*.md"))]
 
 
-def parts(text: str, kind: str = "table") -> list[str]:
-    """Return the names of a page's generated parts of one kind."""
-    return [found[2] for found in _BEGIN.finditer(text) if found[1] == kind]
+def measured(text: str, name: str) -> slice:
+    """Return where a page has what a command measured; ValueError if it has no such part."""
+    begin, end = f"<!-- run: {name} -->\n", "<!-- end -->"
+    start = text.find(begin) + len(begin)
+    stop = text.find(end, start)
+    if start < len(begin) or stop < 0:
+        raise ValueError(f"the page has no part between {begin.strip()!r} and {end!r}")
+    return slice(start, stop)
 
 
-def part(text: str, kind: str, name: str) -> str:
-    """Return the content of one generated part of a page; ValueError if the page has no such part."""
-    return _split(text, kind, name)[1]
-
-
-def fill(text: str, kind: str, name: str, content: str) -> str:
-    """Return the page with new content in one generated part.
-
-    Raises:
-        ValueError: the page has no such part, or the part has no end.
-    """
-    before, _, after = _split(text, kind, name)
-    return f"{before}{content.rstrip()}\n{after}"
-
-
-def _split(text: str, kind: str, name: str) -> tuple[str, str, str]:
-    """Return what is before, in and after a generated part; the comments around it are not part of it."""
-    begin = f"<!-- {kind}: {name} -->\n"
-    before, found, rest = text.partition(begin)
-    content, end, after = rest.partition(_END)
-    if not found or not end:
-        raise ValueError(f"the page has no part between {begin.strip()!r} and {_END!r}")
-    return before + begin, content, end + after
-
-
-def write(page: Path, kind: str, name: str, content: str) -> None:
-    """Fill one generated part of a page in its file."""
-    page.write_text(fill(page.read_text(encoding="utf-8"), kind, name, content), encoding="utf-8")
+def write(page: Path, name: str, content: str) -> None:
+    """Write what a command measured into its part of a page."""
+    text = page.read_text(encoding="utf-8")
+    part = measured(text, name)
+    page.write_text(f"{text[: part.start]}{content.rstrip()}\n{text[part.stop :]}", encoding="utf-8")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

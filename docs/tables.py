@@ -1,10 +1,9 @@
-"""Make the tables of the documentation from the tables of the code."""
+"""Make the tables of the documentation from the tables of the code; cog puts them into the pages."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from math import ceil
 from typing import Any, get_args
 
@@ -13,8 +12,6 @@ from pydantic import BaseModel
 from dashboards.alerts import ALERTS
 from dashboards.site import Site, thresholds
 from docs.deviations import DEVIATIONS
-from docs.house import PACKAGE, floors, purpose
-from docs.kinds import kinds_table, table_of
 from docs.pages import ROOT, table
 from kvobs.cli.summary.rows import MEASURES
 from kvobs.export.connector_columns import MEANINGS
@@ -336,32 +333,8 @@ def _right(outcome: dict[str, Any]) -> str:
     return f"{outcome['right']} of {outcome['of']}{end}"
 
 
-def packages() -> str:
-    """Return the packages and modules of kvobs, the highest first."""
-    rows = [
-        [str(floor), f"`{room}{'/' if (PACKAGE / room).is_dir() else ''}`", purpose(room)]
-        for floor, rooms in reversed(list(enumerate(floors(), 1)))
-        for room in rooms
-    ]
-    return table(["floor", "package or module", "what it does"], rows)
-
-
-FAULTS = (
-    "scheduling",
-    "failed_sync_load",
-    "placeholders_kept",
-    "unfilled_blocks",
-    "reserved_twice",
-    "loaded_behind_failed",
-    "freed_at_first_report",
-    "counted_not_by_rank",
-    "tracing_without_stats",
-)
-"""The reproductions of vLLM's faults, and what they share: modules of ``tests/vllm_faults``."""
-
-
 def listing(fault: str) -> str:
-    """Return the source of a reproduction as a block of code."""
+    """Return the source of a reproduction in ``tests/vllm_faults`` as a block of code."""
     return f"```python\n{(ROOT / 'tests' / 'vllm_faults' / f'{fault}.py').read_text(encoding='utf-8')}```"
 
 
@@ -376,33 +349,3 @@ def peers() -> str:
     return table(
         ["connector", "key of its host", "key of its port"], [*named, ["others without these", f"`{ENGINE}`", ""]]
     )
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    "options": options,
-    "check-kinds": kinds_table,
-    "pair-address": partial(table_of, "no-address", "address", "nixl-port"),
-    "pair-roles": partial(table_of, "pair-roles", "roles", "no-role"),
-    "pair-connectors": partial(table_of, "pair", "class"),
-    "pair-blocks": partial(table_of, "pair-blocks", "layouts"),
-    "peers": peers,
-    "metrics": metrics,
-    "spans": spans,
-    "attributes": attributes,
-    "hooks": hooks,
-    "deviations": deviations,
-    "states": states,
-    "top": top,
-    "summary": summary,
-    "alerts": alert_rules,
-    "thresholds": site_thresholds,
-    "versions": versions,
-    "incidents": incidents,
-    "gpu-path": gpu_path,
-    "gpu-path-servers": gpu_path_servers,
-    "verified": verified,
-    "strangers": strangers,
-    "packages": packages,
-    "suites": suites,
-    **{f"fault-{fault.replace('_', '-')}": partial(listing, fault) for fault in FAULTS},
-}

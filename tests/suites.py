@@ -66,6 +66,8 @@ SHARED = f"-n {(os.cpu_count() or 1) + 1} --dist loadfile --no-loadscope-reorder
 QUICK = "demo or not (slow or engine or contract or connectors or gpu_path or compose or tools)"
 """The tests of `make test`."""
 LEFT_OUT = "echo 'Left out: tests that need promtool, Docker or minutes of a real engine. make test-all runs them.'"
+TABLES = ".venv/bin/cog -r @docs/cog.txt"
+"""Writes the tables of the docs."""
 NEWER = 'PATH="$PWD/.hosts/prometheus3/usr/bin:$PATH" '
 OLDER = 'PATH="$PATH:$PWD/.hosts/prometheus3/usr/bin" '
 """Debian's Prometheus, and the newer kubectl where there is none."""
@@ -132,20 +134,20 @@ SUITES = (
     Suite("ray", "engines under Ray, with both of vLLM's executors for it",
           (pytest("ray", "tests/connectors", "-rP"),), ("packages",), is_in_ci=False),
     Suite("all-versions", "a real engine of each vLLM version; writes the table of docs/runs.md",
-          (".venv/bin/python -m tests.versions --all", ".venv/bin/python -m docs"), is_in_ci=False),
+          (".venv/bin/python -m tests.versions --all", TABLES), is_in_ci=False),
     Suite("all-gpu-path", "all cells of vLLM's default path on GPUs; writes the table of docs/runs.md",
-          ("KVOBS_GPU_PATH=1 " + pytest("gpu_path", "tests/gpu_path", SIDE_BY_SIDE), ".venv/bin/python -m docs"),
+          ("KVOBS_GPU_PATH=1 " + pytest("gpu_path", "tests/gpu_path", SIDE_BY_SIDE), TABLES),
           ("packages",), is_in_ci=False),
     Suite("incidents", "connectors that hang, end, slow and fail engines; writes the table of docs/reliability.md",
-          ("KVOBS_INCIDENTS=1 " + pytest("slow", "tests/incidents", SIDE_BY_SIDE), ".venv/bin/python -m docs"),
+          ("KVOBS_INCIDENTS=1 " + pytest("slow", "tests/incidents", SIDE_BY_SIDE), TABLES),
           ("packages", "promtool"), is_in_ci=False),
     Suite("faults", "wrong bytes in the stores of real connectors; writes the table of docs/reliability.md",
           ('KVOBS_FAULTS=1 .venv/bin/python -m pytest -k "found or named" tests/connectors/test_verify.py '
            "tests/connectors/servers/test_corrupt_stores.py tests/gpu_path/servers/test_pair.py",
-           ".venv/bin/python -m docs"),
+           TABLES),
           ("packages", "rdma", "promtool"), is_in_ci=False),
     Suite("strangers", "what connectors do that vLLM's router does not expect; writes the table of docs/runs.md",
-          ("KVOBS_STRANGERS=1 .venv/bin/python -m pytest -n 0 tests/strangers", ".venv/bin/python -m docs"),
+          ("KVOBS_STRANGERS=1 .venv/bin/python -m pytest -n 0 tests/strangers", TABLES),
           is_in_ci=False),
     Suite("mutants", "planted faults of routing, and where two parts meet: do the tests find each?",
           tuple(f"nice .venv/bin/python -m tests.mutants.{faults}" for faults in ("routing_faults", "joint_faults")),

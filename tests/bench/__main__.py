@@ -68,7 +68,7 @@ def main() -> int:
         if parts:
             console.print(table(parts))
     if is_whole(options):
-        pages.write(pages.FOLDER / "performance.md", "run", "bench", markdown(parts))
+        pages.write(pages.FOLDER / "performance.md", "bench", markdown(parts))
         picture.draw()
         console.print("The table is in docs/performance.md, too, and the picture shows it.")
     return 1 if any(line.verdict is Verdict.MISSED for part in parts for line in part.lines) else 0

@@ -263,7 +263,7 @@ def measure(rounds: int, say: Callable[[str], None]) -> Part:
             cases += [
                 Case(connector, engine, tokens, [pair for pair in pairs if pair.tokens == tokens]) for tokens in LENGTHS
             ]
-    pages.write(pages.FOLDER / "performance.md", "run", "gain", _table(cases))
+    pages.write(pages.FOLDER / "performance.md", "gain", _table(cases))
     errors = [
         Line(f"{connector}, {engine} engine", "%", found, budget=ERROR)
         for connector in CONNECTORS

@@ -18,7 +18,8 @@ _ROW = r"\| {} \| ([\d.]+) ms \| ([\d.]+) ms \|"
 
 def figures() -> dict[str, dict[str, list[float]]]:
     """Return what is added to a step, in per cent: case -> router -> by the order of ``FIGURES``."""
-    table = pages.part(PAGE.read_text(encoding="utf-8"), "run", "bench")
+    page = PAGE.read_text(encoding="utf-8")
+    table = page[pages.measured(page, "bench")]
     added: dict[str, dict[str, list[float]]] = {}
     for case in CASES:
         for router in case.routers[1:]:

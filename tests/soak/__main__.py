@@ -48,7 +48,7 @@ def main() -> int:
         results.append(part(options.requests or usually, options.seed, progress.print))
         console.print(markdown(results[-1:]), markup=False)
     if is_whole(options):
-        pages.write(pages.FOLDER / "reliability.md", "run", "soak", markdown(results))
+        pages.write(pages.FOLDER / "reliability.md", "soak", markdown(results))
         console.print("The tables are in docs/reliability.md, too.")
     mistakes = [f"{result.title}: {mistake}" for result in results for mistake in result.mistakes]
     for mistake in mistakes:

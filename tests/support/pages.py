@@ -11,7 +11,7 @@ RUNBOOK = "dashboards/runbook.md"
 ALL_TEXTS = {**TEXTS, RUNBOOK: (ROOT / RUNBOOK).read_text(encoding="utf-8")}
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-_GENERATED = re.compile(r"<!-- (?:table|run): .*?<!-- end -->", re.DOTALL)
+_GENERATED = re.compile(r"<!-- (?:\[\[\[cog|run:) .*?<!-- (?:\[\[\[end\]\]\]|end) -->", re.DOTALL)
 
 
 class Mention(NamedTuple):

@@ -1,4 +1,4 @@
-"""README and docs/ agree with the generator, the commands, the files and each other; test_docs_* have the rest."""
+"""README and docs/ agree with the commands, the files and each other; test_docs_* have the rest."""
 
 import json
 import re
@@ -15,9 +15,7 @@ from typer.testing import CliRunner
 from dashboards.__main__ import BOARDS
 from dashboards.alerts import ALERTS
 from dashboards.rules import RECORDINGS
-from docs.__main__ import generated, main
-from docs.pages import FOLDER, ROOT, fill, pages, part, parts, table, write
-from docs.tables import TABLES
+from docs.pages import ROOT, measured, table, write
 from kvobs.cli import app
 from kvobs.cli.commands import COMMANDS, load
 from kvobs.schema import __version__
@@ -31,17 +29,6 @@ from tests.support.messages import is_written
 from tests.support.pages import TEXTS, Mention, every
 
 LONGEST_README = 120  # lines: read in three minutes
-
-
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_a_page_has_the_tables_that_the_generator_makes(page: Path) -> None:
-    assert page.read_text(encoding="utf-8") == generated(page), "run `make lint FIX=1`"
-
-
-def test_every_table_is_in_a_page_and_measurements_have_their_place() -> None:
-    assert {name for text in TEXTS.values() for name in parts(text)} == set(TABLES)
-    assert parts(TEXTS["docs/performance.md"], "run") == ["gain", "bench"]
-    assert parts(TEXTS["docs/reliability.md"], "run") == ["soak"]
 
 
 def test_a_third_party_connector_that_is_run_each_time_has_its_version_and_its_tests() -> None:
@@ -88,45 +75,38 @@ def test_dashboards_page_counts_boards_rules_and_alerts() -> None:
 
 
 def test_titles_of_the_published_benchmark_are_those_of_its_code() -> None:
-    titles = re.findall(r"^\*\*(.*)\*\*$", part(TEXTS["docs/performance.md"], "run", "bench"), re.MULTILINE)
+    page = TEXTS["docs/performance.md"]
+    titles = re.findall(r"^\*\*(.*)\*\*$", page[measured(page, "bench")], re.MULTILINE)
     assert len(titles) >= 10
     assert [title for title in titles if not is_written(title, "tests/bench")] == []
 
 
-PART = "before\n<!-- table: x -->\nold\n<!-- end -->\nafter\n"
+PART = "before\n<!-- run: x -->\nold\n<!-- end -->\nafter\n"
 
 
-def test_a_part_is_filled_and_nothing_else_is_changed(tmp_path: Path) -> None:
-    new = fill(PART, "table", "x", "| new |\n")
-    assert new == "before\n<!-- table: x -->\n| new |\n<!-- end -->\nafter\n"
-    assert fill(new, "table", "x", "| new |\n") == new
-    assert parts(new) == ["x"]
-    assert part(new, "table", "x") == "| new |\n"
-    assert parts(new, "run") == []
+def test_what_was_measured_is_written_and_nothing_else_is_changed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PART)
-    write(page, "table", "x", "| new |")
-    assert page.read_text() == new
+    write(page, "x", "| new |")
+    assert page.read_text() == PART.replace("old", "| new |")
+    write(page, "x", "old\n")
+    assert page.read_text() == PART
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "name"), [(PART, "table", "y"), (PART, "run", "x"), (PART[:30], "table", "x")]
-)
-def test_a_part_that_is_not_there_is_an_error(text: str, kind: str, name: str) -> None:
-    with pytest.raises(ValueError, match="the page has no part"):
-        fill(text, kind, name, "new")
+@pytest.mark.parametrize("text", [PART.replace("x", "y"), PART.replace("end", "other"), PART[:25]])
+def test_a_part_that_is_not_there_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="the page has no part between '<!-- run: x -->' and '<!-- end -->'"):
+        measured(text, "x")
+
+
+@pytest.mark.parametrize(("page", "name"), [("performance", "gain"), ("performance", "bench"), ("reliability", "soak")])
+def test_measurements_have_their_place(page: str, name: str) -> None:
+    text = TEXTS[f"docs/{page}.md"]
+    assert "| --- |" in text[measured(text, name)]
 
 
 def test_cells_cannot_break_a_table() -> None:
     assert table(["a"], [["x|y"]]) == "| a |\n| --- |\n| x\\|y |"
-
-
-def test_the_check_names_pages_that_differ(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--check"]) == 0
-    monkeypatch.setitem(TABLES, "versions", lambda: "| other |")
-    assert main(["--check"]) == 1
-    assert capsys.readouterr().out == "docs/runs.md: differs from what `make lint FIX=1` writes\n"
-    assert (FOLDER / "runs.md").read_text(encoding="utf-8") == TEXTS["docs/runs.md"]
 
 
 def anchors(text: str) -> set[str]:
