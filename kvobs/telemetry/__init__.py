@@ -1,1 +1,1 @@
-"""Observe the router: counts of transfers, spans, reports of requests; and carry the numbers to the API server."""
+"""Observe the router: counts, spans, estimates and reports of requests; and carry the connectors' own stats."""

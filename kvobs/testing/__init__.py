@@ -1,6 +1,7 @@
-"""Test a KV connector in vLLM's real scheduler, under kvobs or vLLM's own router, in one process and without a model.
+"""Test a KV connector in vLLM's real scheduler without a model, or in a real server with a tiny one.
 
-``docs/testing.md`` has an example. Needs vLLM, and no test framework; no engine imports it.
+``docs/testing.md`` has an example, under kvobs and under vLLM's own router, in one process. Needs vLLM, and no test
+framework; no engine imports it.
 """
 
 from importlib import import_module
