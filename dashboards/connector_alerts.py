@@ -477,7 +477,7 @@ CONNECTORS = (
             and ignoring (connector) engine:kvobs_start_time_seconds:same10m
         """,
         hold="30m",
-        summary="A KV connector evicts what prompts ask for again: its store is too small.",
+        summary="A KV connector thrashes: prompts ask again for what it evicts, so its store is too small.",
         description="Prompts ask again for {{ $value | humanizePercentage }} of the tokens that {connector} evicts, "
         "and vLLM's own cache does not have them. They are computed again, or loaded from another connector.",
     ),

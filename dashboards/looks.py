@@ -72,6 +72,7 @@ _OF_STATES = {
     verdicts.IDLE.name: IDLE,
     verdicts.WELL.name: GOOD,
     verdicts.SLOW.name: WARNING,
+    verdicts.THRASHING.name: WARNING,
     verdicts.UNSERVED.name: WARNING,
 }
 VERDICTS = {i: (state.name, _OF_STATES.get(state.name, BAD)) for i, state in enumerate(reversed(verdicts.STATES))}

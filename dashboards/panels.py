@@ -29,7 +29,9 @@ Panel = Builder[model.Panel]
 PROMETHEUS = common.DataSourceRef(type_val="prometheus", uid="${prometheus_datasource}")
 TEMPO = common.DataSourceRef(type_val="tempo", uid="${tempo_datasource}")
 
-METRIC = re.compile(r"\bkvobs_\w+|\b(?:vllm|lmcache)\[:_\]\w+|\bmaster_\w+|\b(?:process|otelcol)_\w+|\bALERTS\b")
+METRIC = re.compile(
+    r"\bkvobs_\w+|\b(?:vllm|lmcache)\[:_\]\w+|\blmcache_mp_\w+|\bmaster_\w+|\b(?:process|otelcol)_\w+|\bALERTS\b"
+)
 CONNECTOR_LEGEND = "#{{index}} {{connector}}"
 VERDICT_WINDOW = "2m"  # a verdict over less would flicker where requests are few
 

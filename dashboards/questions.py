@@ -292,6 +292,7 @@ def measures(*by: str) -> dict[str, str]:
         "failing_share": failing_share(*by),
         "scheduler_share": _blocking(*by),
         "load_p99": SELECTION.quantile(0.99, signals.LOAD_DURATION, *by),
+        "thrash_share": thrash_share(*by),
         "never_serves": f"max by ({', '.join(by)}) ({firing_alerts(name='KvobsNeverServes')})",
         "time_in_calls": SELECTION.rate(signals.CALL_DURATION, *by, part="_sum"),
         "in_progress": SELECTION.gauge(signals.IN_FLIGHT, *by),
@@ -307,6 +308,24 @@ def verdict(*by: str) -> str:
         f"0 * ({asked[measure]} >= {limit:g}) + {len(verdicts.STATES) - rank}"
         for rank, state in states
         for measure, limit in state.limits.items()
+    )
+
+
+def thrash_share(*by: str) -> str:
+    """Return how much of what a store evicts is asked for again, where it evicts much and loads less than that.
+
+    Over half an hour, as the alert KvobsStoreTooSmall: what is evicted now is asked for later. With several media a
+    lower one keeps what a higher one evicts.
+    """
+    of = replace(SELECTION, window="30m")
+    asked = share(of.rate(signals.REUSED_EVICTIONS, *by), of.rate(signals.FOLLOWED_EVICTIONS, *by))
+    lost = of.rate(signals.EVICTED_TOKENS, *by)
+    loaded = f"({of.rate(signals.LOAD_TOKENS, *by)} or 0 * {lost})"
+    grouped = ", ".join(by)
+    media = f"group by ({grouped}, medium) ({of.series(signals.SAVE_TOKENS)})"
+    return (
+        f"({asked} and {lost} >= {verdicts.FEW_TOKENS} and {asked} * {lost} > {loaded}"
+        f" unless count by ({grouped}) ({media}) > 1)"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards import looks
+from dashboards import looks, stores
 from dashboards.frame import Section
 from dashboards.panels import PROMETHEUS, About, Panel, Query, lines, of_connector, ref_id
 from dashboards.promql import ratio, share
@@ -141,14 +141,7 @@ def _parts() -> Panel:
     )
 
 
-def _of_store(name: str, how: str = "sum") -> str:
-    """Return a gauge of a store's own package: it has no labels of an engine."""
-    return f'{how} ({{__name__=~"{name}",cluster=~"$cluster"}})'
-
-
 def _held() -> Panel:
-    full = ratio(_of_store("master_allocated_bytes"), _of_store("master_total_capacity_bytes"))
-    pinned = VLLM.vllm_gauge("kv_offload_cpu_cache_usage_perc", "connector", how="max")
     return lines(
         "Tokens in each store; its size (dashed)",
         About(
@@ -162,15 +155,7 @@ def _held() -> Panel:
         ),
         Query(SELECTION.gauge(signals.STORED_TOKENS, "connector", "medium"), "{{connector}} {{medium}}"),
         Query(SELECTION.gauge(signals.CAPACITY_TOKENS, "connector"), "{{connector}} size", dashed=True),
-        Query(pinned, "{{connector}} in transfers (OffloadingConnector)", looks.VLLM, unit="percentunit"),
-        Query(
-            VLLM.vllm_gauge("simple_kv_offload_used_blocks", "connector"),
-            "{{connector}} blocks in transfers (SimpleCPUOffloadConnector)",
-            looks.VLLM,
-            unit="none",
-        ),
-        Query(_of_store("lmcache[:_]local_cache_usage"), "LMCache's memory", unit="bytes"),
-        Query(full, "Mooncake's memory", unit="percentunit"),
+        *stores.held(),
         unit="short",
     )
 
@@ -195,6 +180,7 @@ def _evicted() -> Panel:
             dashed=True,
         ),
         Query(evicted_too_early(), "{{connector}} {{medium}} evicted, then asked for", looks.BAD, unit="percentunit"),
+        *stores.evicted(),
         unit="short",
     )
 

@@ -50,9 +50,11 @@ class Site:
     )
     save_age_s: int = threshold(60, "age of the oldest unfinished promised save, in seconds")
     slower_share: float = threshold(0.5, "share of loads that take longer than computing")
-    thrash_share: float = threshold(0.3, "share of the tokens evicted from a store that prompts ask for again")
+    thrash_share: float = threshold(
+        verdicts.THRASHING.limits["thrash_share"], "share of the tokens evicted from a store that prompts ask for again"
+    )
     unused_hit_share: float = threshold(0.3, "share of offered tokens that are computed")
-    few_tokens: int = threshold(100, "offered tokens per second; fewer are not worth a change")
+    few_tokens: int = threshold(verdicts.FEW_TOKENS, "offered tokens per second; fewer are not worth a change")
     loadable_share: float = threshold(
         verdicts.LOADABLE_SHARE,
         "share of the prompts' tokens that were seen before and since evicted from vLLM's own cache",

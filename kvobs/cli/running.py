@@ -19,7 +19,7 @@ from kvobs.export.texts import duration, printable, signed_amount
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
 from kvobs.schema.signals import no_estimate
-from kvobs.schema.verdicts import ALERTS, CORRUPT, FAILING, HANGS, QUARANTINED, SLOW, UNSERVED
+from kvobs.schema.verdicts import ALERTS, CORRUPT, FAILING, HANGS, QUARANTINED, SLOW, THRASHING, UNSERVED
 
 OPENMETRICS = "application/openmetrics-text"
 _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILINE)
@@ -32,10 +32,14 @@ _STATES = {
     QUARANTINED.name: "is in quarantine: new requests do without it",
     FAILING.name: "fails: {:.0%} of its loads and exceptions since the engine's start",
     SLOW.name: "is slow: since the engine's start the p99 of its loads is {:.3g} s",
+    THRASHING.name: "thrashes: since the engine's start prompts asked again for {:.0%} of what it evicted, and it "
+    "loaded less than that",
     UNSERVED.name: "never serves: nothing was loaded from it since the engine's start, and prompts repeat that vLLM's "
     "own cache no longer has",
 }
 """By a connector's state: what is reported about it."""
+_WARNED = {SLOW.name, THRASHING.name, UNSERVED.name}
+"""States in which requests are served as they should be, only later."""
 
 
 _FIXES = {
@@ -144,7 +148,7 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
             found = f"connector {row.connector} hangs: {row.state_by}{where} for {row.state_value:.0f} s"
             result.refuse(url, printable(found), "see KvobsCallHangs and KvobsLoadUnfinished in the runbook")
         elif row.state in _STATES:
-            note = result.warn if row.state in (SLOW.name, UNSERVED.name) else result.refuse
+            note = result.warn if row.state in _WARNED else result.refuse
             mean = f", their mean {row.load_mean_s:.3g} s" if row.state == SLOW.name and row.load_mean_s else ""
             found = f"connector {row.connector} {_STATES[row.state].format(row.state_value)}{mean}"
             note(url, printable(found), f"see {ALERTS[row.state_by]} in the runbook")

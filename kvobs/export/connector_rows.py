@@ -9,7 +9,7 @@ from kvobs.export.numbers import RUNNING, TTFT, WAITING, Numbers, Owner, Scrape,
 from kvobs.schema import signals
 from kvobs.schema.percentiles import quantile
 from kvobs.schema.signals import Signal
-from kvobs.schema.verdicts import IDLE, LOADABLE_SHARE, POLL_S, SERVES_OTHERS, UNSERVED_H, judge
+from kvobs.schema.verdicts import FEW_TOKENS, IDLE, LOADABLE_SHARE, POLL_S, SERVES_OTHERS, UNSERVED_H, judge
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 
@@ -210,6 +210,21 @@ def _never_serves(row: ConnectorRow, numbers: Numbers, now: Numbers) -> bool:
     return is_old and stores and is_asked and could and not now.total(signals.ADMITTED_TOKENS, **of)
 
 
+def _thrash_share(row: ConnectorRow, now: Numbers) -> float:
+    """Return how much of what a store evicts is asked for again, since the engine's start; 0 if it loads more.
+
+    The store must evict now. With several media a lower one keeps what a higher one evicts.
+    """
+    of = {"engine": row.engine, "connector": row.connector}
+    followed = now.total(signals.FOLLOWED_EVICTIONS, **of)
+    media = sum(of.items() <= has.items() for has, _ in now.by_name.get(signals.SAVE_TOKENS.name, ()))
+    if not followed or media > 1 or (row.evicted_tokens_per_s or 0) < FEW_TOKENS:
+        return 0.0
+    share = now.total(signals.REUSED_EVICTIONS, **of) / followed
+    lost = share * now.total(signals.EVICTED_TOKENS, **of)
+    return share if now.total(signals.LOAD_TOKENS, **of) < lost else 0.0
+
+
 def _judge(
     row: ConnectorRow, numbers: Numbers, grown: Numbers, now: Numbers, vllm: Numbers, *, is_change: bool
 ) -> ConnectorRow:
@@ -232,6 +247,7 @@ def _judge(
             / max(numbers.total(signals.LOADS) + raised, 1),
             "scheduler_share": row.scheduler_s_per_s if is_change and not polls else None,
             "load_p99": row.load_p99_s,
+            "thrash_share": _thrash_share(row, now),
             "never_serves": _never_serves(row, numbers, now),
             "time_in_calls": numbers.total(signals.CALL_DURATION, "_sum"),
             "in_progress": numbers.total(signals.IN_FLIGHT),

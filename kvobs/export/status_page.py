@@ -24,7 +24,7 @@ from kvobs.page.layout import URGENT
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
 from kvobs.schema.spans import CALL, LOAD
-from kvobs.schema.verdicts import ALERTS, HANGS, IDLE, SLOW, STATES, UNSERVED, WELL
+from kvobs.schema.verdicts import ALERTS, HANGS, IDLE, SLOW, STATES, THRASHING, UNSERVED, WELL
 
 FRESH_S = 1.0
 """Whoever asks within this time gets the same page: however many ask, they cost a twentieth of a core."""
@@ -36,7 +36,9 @@ WIDTH, HEIGHT = 100.0, 32.0
 _OF_WAITING = {signals.CALL_IN_PROGRESS.name, signals.OLDEST_IN_FLIGHT.name, signals.IN_FLIGHT.name}
 NAME, TEXT = 60, 200
 """Characters of a name, and of other texts, at most."""
-_LOOKS = {WELL.name: ("good", "✓"), IDLE.name: ("idle", "-"), SLOW.name: ("warn", "!"), UNSERVED.name: ("warn", "!")}
+_LOOKS = {WELL.name: ("good", "✓"), IDLE.name: ("idle", "-")} | {
+    state.name: ("warn", "!") for state in (SLOW, THRASHING, UNSERVED)
+}
 _BAD = ("bad", "✕")
 _NOT_HERE = {"run, wait, TTFT", "telemetry, errors in it"}
 _VALUES: dict[str, Callable[[float], str]] = {
@@ -44,6 +46,7 @@ _VALUES: dict[str, Callable[[float], str]] = {
     "failing_share": lambda share: f"{percent(share)} of its loads and exceptions",
     "scheduler_share": lambda share: f"{percent(share)} of the scheduler's time",
     "load_p99": lambda seconds: f"load p99 {duration(seconds)}",
+    "thrash_share": lambda share: f"prompts ask again for {percent(share)} of what it evicts",
 }
 """By the measure of a bad state: its value in words."""
 

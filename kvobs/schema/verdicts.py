@@ -32,6 +32,13 @@ BLOCKING = State(
 POLL_S = 0.01
 """Seconds. While requests wait and nothing is computed, the scheduler polls: shorter calls block no step then."""
 SLOW = State("Slow", {"load_p99": 1}, "load p99 of {load_p99} s or more")  # a bound of the histogram
+THRASHING = State(
+    "Thrashes",
+    {"thrash_share": 0.3},
+    "prompts ask again for {thrash_share:.0%} or more of what it evicts, and it loads less than that",
+)
+FEW_TOKENS = 100
+"""Tokens per second: fewer are not worth a change."""
 UNSERVED_H, LOADABLE_SHARE = 3, 0.1
 UNSERVED = State(
     "Never serves",
@@ -54,13 +61,15 @@ ALERTS = {
     "failing_share": "KvobsConnectorFailing",
     "scheduler_share": "KvobsConnectorBlocksScheduler",
     "load_p99": "KvobsLoadsSlow",
+    "thrash_share": "KvobsStoreTooSmall",
     "never_serves": "KvobsNeverServes",
 }
 """By the measure of a bad state: the alert whose section of the runbook helps."""
 RUNBOOK = "https://github.com/kvobs/kvobs/blob/main/dashboards/runbook.md"
 """The address of the runbook, where a site has no copy; each alert is a section."""
 
-STATES = (ENDED, HANGS, CORRUPT, QUARANTINED, FAILING, BLOCKING, SLOW, UNSERVED, WELL, IDLE)
+# A store that thrashes may also never serve: the state names the cause.
+STATES = (ENDED, HANGS, CORRUPT, QUARANTINED, FAILING, BLOCKING, SLOW, THRASHING, UNSERVED, WELL, IDLE)
 
 
 def judge(measures: Mapping[str, float | None]) -> tuple[State, str, float]:

@@ -30,11 +30,21 @@ NOT_OURS = {
         "prompt_tokens_total", "prompt_tokens_by_source_total", "time_to_first_token_seconds_bucket",
         "inter_token_latency_seconds_bucket", "request_queue_time_seconds_bucket", "num_requests_waiting",
         "request_prefill_time_seconds_bucket", "num_requests_running", "kv_cache_usage_perc",
-        "kv_offload_cpu_cache_usage_perc", "simple_kv_offload_used_blocks",
+        "kv_offload_cpu_cache_usage_perc", "simple_kv_offload_used_blocks", "kv_offload_allocation_failure_total",
+        "simple_kv_offload_save_outcomes_total",
     )),
     "process_start_time_seconds",
     *(f"otelcol_exporter_{what}_failed_spans{suffix}" for what in ("send", "enqueue") for suffix in ("", "_total")),
-    "lmcache[:_]local_cache_usage", "master_allocated_bytes", "master_total_capacity_bytes",
+    *(f"lmcache[:_]{name}" for name in (
+        "local_cache_usage", "local_storage_usage", "pinned_memory_objs_count", "local_cpu_evict_keys_count_total",
+    )),
+    *(f"lmcache_mp_{name}" for name in (
+        "l1_memory_usage_bytes", "l2_usage_bytes", "l1_evicted_chunks_total", "l2_evicted_objects_chunks_total",
+    )),
+    *(f"master_{name}" for name in (
+        "allocated_bytes", "total_capacity_bytes", "allocated_file_size_bytes", "total_file_capacity_bytes",
+        "evicted_size_bytes",
+    )),
     "ALERTS", "up",
 }  # fmt: skip
 OF_ONE_ROLE = {"=kv_producer", "=kv_consumer"}

@@ -106,6 +106,23 @@ kvobs_loadable_tokens_total{{engine="0"}} {loadable}
 """
 
 
+def thrashing(
+    *, reused: int = 40, evicted: int = 9000, loaded: int = 3000, media: tuple[str, ...] = ("cpu",), more: str = ""
+) -> str:
+    """Return a page of an engine whose connector evicts what prompts ask for again; of 100 tokens it is known."""
+    of = 'engine="0",connector="cpu"'
+    saves = "\n".join(f'kvobs_save_tokens_total{{{of},medium="{medium}"}} 9000' for medium in media)
+    return f"""
+kvobs_connector_info{{{of},class="OffloadingConnector",role="kv_both"}} 1
+{saves}
+kvobs_evicted_tokens_total{{{of},medium="cpu"}} {evicted}
+kvobs_evicted_followed_tokens_total{{{of},medium="cpu"}} 100
+kvobs_evicted_reused_tokens_total{{{of},medium="cpu"}} {reused}
+kvobs_load_tokens_total{{{of}}} {loaded}
+{more}
+"""
+
+
 @contextmanager
 def web(answer: Callable[[str], tuple[int, str]], port: int = 0) -> Iterator[str]:
     """Run a web server, ``answer`` making status and body of a path; return its address."""

@@ -34,7 +34,7 @@ from kvobs.schema.signals import (
 )
 from tests.engine.prometheus import major, scraping
 from tests.engine.serving import eventually
-from tests.support.top_engines import Engines, answering, count, exporting, serving, unserved
+from tests.support.top_engines import Engines, answering, count, exporting, serving, thrashing, unserved
 
 
 @pytest.fixture
@@ -174,6 +174,18 @@ def test_a_connector_that_never_serves_is_a_warning() -> None:
         warning = next(warning for warning in look([url]).warnings if "cpu" in warning.found)
     assert warning.found.startswith("connector cpu never serves: nothing was loaded from it since the engine's start")
     assert warning.fix == "see KvobsNeverServes in the runbook"
+
+
+def test_a_connector_that_thrashes_is_a_warning() -> None:
+    with answering(200, thrashing()) as url:
+        looked = look([url])
+    assert not looked.mistakes
+    (warning,) = [warning for warning in looked.warnings if "cpu" in warning.found]
+    assert warning.found == (
+        "connector cpu thrashes: since the engine's start prompts asked again for 40% of what it evicted, and it "
+        "loaded less than that"
+    )
+    assert warning.fix == "see KvobsStoreTooSmall in the runbook"
 
 
 def test_a_connector_that_hangs_is_a_mistake() -> None:

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.tools
 
 FOLDER = Path(__file__).parents[3] / "dashboards/generated/boards"
 BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
+OF_STORES = sorted(name.replace("[:_]", ":") for name in boards.NOT_OURS if name.startswith(("lmcache", "master_")))
 CORE = LOCAL_CACHE_TOKENS.name  # of hosts with EngineCore only
 OF_TARGETS = [name for name in SCENES if name != "KvobsJobMissing"]  # a job with such a host is not missing
 
@@ -110,8 +111,7 @@ def test_boards_count_an_engine_on_two_hosts_once(tmp_path: Path) -> None:
     vllm = {
         f"vllm:{name}": "0+6x40" for name in ("num_requests_running", "num_requests_waiting", "prompt_tokens_total")
     }
-    of_stores = ("lmcache:local_cache_usage", "master_allocated_bytes", "master_total_capacity_bytes")
-    head = engine({"up": "1+0x40", **served, **vllm, **dict.fromkeys(of_stores, "1+0x40")})
+    head = engine({"up": "1+0x40", **served, **vllm, **dict.fromkeys(OF_STORES, "1+1x40")})
     both = head | of_ranks({"up": "1+0x40", **hosts.of_all(hosts.BY_RANKS | hosts.BY_EACH_HOST)})
     alone, together = asked(head, tmp_path), asked(both, tmp_path)
     expressions = {f"{uid}: {where}": e for uid, board in BOARDS.items() for where, e in boards.queries(board)}

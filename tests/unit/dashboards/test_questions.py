@@ -109,6 +109,34 @@ def test_a_connector_never_serves_while_the_alert_says_so(tmp_path: Path) -> Non
         assert answers(tmp_path, series, questions.verdict(*by_connector)) == {"cpu": state}
 
 
+def evicting(name: str, *media: str, evicted: int, reused: int, loaded: int) -> dict[str, str]:
+    """Return a store: how many tokens it evicts and loads a minute, and how many of 100 are asked for again."""
+    counters = {"evicted": evicted, "evicted_followed": 100, "evicted_reused": reused}
+    of_memory = {f'kvobs_{key}_tokens_total{{connector="{name}",medium="cpu"}}': n for key, n in counters.items()}
+    saves = {f'kvobs_save_tokens_total{{connector="{name}",medium="{medium}"}}': 6000 for medium in media}
+    loads = {f'kvobs_load_tokens_total{{connector="{name}"}}': loaded} if loaded else {}
+    return {series: f"0+{n}x60" for series, n in (of_memory | saves | loads).items()}
+
+
+def test_a_store_thrashes_where_it_loads_less_than_it_evicts_too_early(tmp_path: Path) -> None:
+    series = (
+        evicting("thrashes", "cpu", evicted=6000, reused=40, loaded=2000)
+        | evicting("serves none", "cpu", evicted=6000, reused=40, loaded=0)
+        | evicting("serves more", "cpu", evicted=6000, reused=40, loaded=3000)
+        | evicting("needs it no more", "cpu", evicted=6000, reused=20, loaded=0)
+        | evicting("evicts little", "cpu", evicted=3000, reused=40, loaded=0)
+        | evicting("has a disk", "cpu", "storage", evicted=6000, reused=40, loaded=0)
+    )
+    shares = answers(tmp_path, series, questions.thrash_share(*by_connector), "40m")
+    assert shares == pytest.approx({"thrashes": 0.4, "serves none": 0.4, "needs it no more": 0.2})
+    infos = {f'kvobs_connector_info{{connector="{name}",index="0"}}': "1x60" for name in shares}
+    names = {number: name for number, (name, _) in looks.VERDICTS.items()}
+    states = answers(tmp_path, series | infos, questions.verdict(*by_connector), "40m")
+    assert {of: names[int(states[of])] for of in shares} == {
+        "thrashes": "Thrashes", "serves none": "Thrashes", "needs it no more": "Idle",
+    }  # fmt: skip
+
+
 def test_the_tile_shows_what_hangs_of_calls_and_of_all_that_waits(tmp_path: Path) -> None:
     series = {
         'kvobs_call_in_progress_seconds{connector="a",hook="h",rank="0"}': "2x20",

@@ -21,7 +21,7 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.schema.signals import SIGNALS, slot
 from tests.support.pages import TEXTS
-from tests.support.top_engines import Engines, Vllm, count, unserved
+from tests.support.top_engines import Engines, Vllm, count, thrashing, unserved
 from tests.support.top_rows import ERRORS, GAUGES, MS, NOW_NS, RANKS, busy
 from tests.support.written import stopped_clock
 
@@ -209,6 +209,39 @@ def test_a_connector_that_served_nothing_for_hours_is_told(more: dict[str, Any],
     """Of all that the engine has counted, also where nothing happens between two scrapes."""
     scrape = Scrape(0.0, parse(unserved(**more)))
     assert {server_row("here", before, scrape).connectors[0].state for before in (None, scrape)} == {state}
+
+
+@pytest.mark.parametrize(
+    ("more", "state"),
+    [
+        ({}, ("Thrashes", "thrash_share", 0.4)),
+        ({"reused": 30, "loaded": 2699}, ("Thrashes", "thrash_share", 0.3)),
+        ({"reused": 29}, ("Idle", "configured", 0)),
+        ({"loaded": 3600}, ("Idle", "configured", 0)),  # as much as it evicted too early
+        ({"evicted": 99, "loaded": 0}, ("Idle", "configured", 0)),
+        ({"media": ("cpu", "storage")}, ("Idle", "configured", 0)),  # the other one keeps it
+        ({"more": 'kvobs_save_tokens_total{engine="0",connector="disk",medium="storage"} 9'},
+         ("Thrashes", "thrash_share", 0.4)),
+        ({"more": 'kvobs_quarantined{engine="0",connector="cpu"} 1'}, ("Quarantined", "quarantined", 1)),
+    ],
+)  # fmt: skip
+def test_a_connector_that_evicts_more_than_it_serves_thrashes(
+    more: dict[str, Any], state: tuple[str, str, float]
+) -> None:
+    row = server_row("here", None, Scrape(0.0, parse(thrashing(**more)))).connectors[0]
+    assert (row.state, row.state_by, row.state_value) == state
+
+
+def test_a_connector_thrashes_only_while_it_evicts() -> None:
+    before, after = (Scrape(at, parse(thrashing(evicted=n))) for at, n in ((0.0, 9000), (10.0, 10_000)))
+    assert server_row("here", before, after).connectors[0].state == "Thrashes", "a hundred tokens per second"
+    later = Scrape(20.0, after.values)
+    assert server_row("here", after, later).connectors[0].state == "Idle"
+
+
+def test_a_connector_that_thrashes_and_never_serves_is_shown_with_the_cause() -> None:
+    scrape = Scrape(0.0, parse(unserved(more=thrashing(loaded=0))))
+    assert server_row("here", None, scrape).connectors[0].state == "Thrashes"
 
 
 def test_a_server_shows_how_much_of_its_prompts_was_used_before() -> None:

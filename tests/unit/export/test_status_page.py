@@ -101,6 +101,20 @@ def test_what_fires_is_what_top_judges_with_its_alert_the_worst_first() -> None:
     assert "3 of 5 connectors need attention" in text
 
 
+def test_a_store_that_thrashes_is_named_with_its_share() -> None:
+    made = good()
+    for signal, tokens in (
+        (signals.SAVE_TOKENS, 9 * 10**6),
+        (signals.EVICTED_TOKENS, 9 * 10**6),
+        (signals.FOLLOWED_EVICTIONS, 1000),
+        (signals.REUSED_EVICTIONS, 400),
+    ):
+        made.count(0, signal, tokens, "cpu")
+    page = read(made)
+    assert "Thrashes cpu : prompts ask again for 40 % of what it evicts" in words(page.text)
+    assert f"{RUNBOOK}#kvobsstoretoosmall" in page.addresses
+
+
 def test_what_hangs_is_named_with_its_call_and_age() -> None:
     text = words(read(hanging()).text)
     assert re.search(r"Hangs remote : call for 4\d s, in start_load_kv on rank 1", text)
