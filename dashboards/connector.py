@@ -59,9 +59,7 @@ def _configured() -> Panel:
         "Configuration",
         About(
             "The configured connectors, in the order of their lookups.",
-            "Index 0 is looked up first. Role and policies apply to the whole engine.",
-            "Compare engines: more rows than connectors means that engines are configured differently.",
-            "A configured connector does not necessarily work.",
+            "More rows than connectors mean that engines are configured differently: compare the instances.",
         ),
         {
             "index": "Index",
@@ -87,11 +85,9 @@ def _lookups() -> Panel:
     return lines(
         "Lookups by outcome (requests/s)",
         About(
-            "Lookups per second by outcome; an outcome is counted once per request.",
-            "pending: the answer was 'not yet'. timeout: kvobs stopped waiting after lookup_timeout_ms. not_read: "
-            "vLLM asks and ignores the answer, as for prompt_logprobs and pooling; no hit share includes these.",
-            "Many misses: check whether its cache fits the traffic. Many pending: see the lookup delay below.",
-            "A request that was first pending and then a hit counts in both.",
+            "Lookups per second by outcome, each request once per outcome; pending is an answer of 'not yet', and "
+            "not_read one that vLLM ignores.",
+            "With many misses see the row Reuse, with many pending the lookup delay below.",
         ),
         Query(SELECTION.rate(signals.LOOKUPS, "connector", "outcome"), "{{connector}} {{outcome}}"),
         unit="short",
@@ -104,10 +100,9 @@ def _loads() -> Panel:
     return lines(
         "Loads by outcome (loads/s)",
         About(
-            "Loads per second by mode and outcome.",
-            "aborted: the request was cancelled. failed: tokens are recomputed, unless kv_load_failure_policy is fail.",
-            "For failures, see 'Exceptions by hook and class', and the traces on Slow loads.",
-            "After a hit, another connector may load instead: see lost tokens and unused offers.",
+            "Loads per second by mode and outcome; the tokens of failed loads are recomputed, unless "
+            "kv_load_failure_policy is fail.",
+            "For failures see 'Exceptions by hook and class' to the right, and their traces on Slow loads.",
         ),
         Query(SELECTION.rate(signals.LOADS, "connector", "mode", "outcome"), "{{connector}} {{mode}} {{outcome}}"),
         unit="short",
@@ -120,10 +115,8 @@ def _errors() -> Panel:
     return lines(
         "Exceptions by hook and class",
         About(
-            "Exceptions by hook and class: the ten most frequent of each interval.",
-            "No data is normal.",
-            "Search vLLM's log for the class at that time; a red span has the same error.type.",
-            "A connector may fail loads without an exception: see 'Loads by outcome'.",
+            "Exceptions by hook and class, the ten most frequent of each interval; no data is normal.",
+            "Search vLLM's log for the class at that time: a red span has the same error.type.",
         ),
         Query(
             f"topk(10, {SELECTION.count(signals.CALL_ERRORS, 'connector', 'hook', 'error_type')})",
@@ -137,10 +130,9 @@ def _durations() -> Panel:
     return distribution(
         "Load duration (points are traces)",
         About(
-            "Successful loads by duration; each point is a load with a trace.",
-            "Two bands are two kinds of loads. Points above them are outliers.",
-            "Click a point for its trace (needs Tempo, and the data source's exemplar setting).",
-            "Failed and aborted loads are not included. Select one connector: several are summed here.",
+            "Successful loads by duration, where each point is a load with a trace.",
+            "Click a point far above the others for its trace, which needs Tempo and the data source's exemplar "
+            "setting.",
         ),
         SELECTION.increase(signals.LOAD_DURATION, "le", part="_bucket"),
     )
@@ -150,11 +142,9 @@ def _quantiles() -> Panel:
     return lines(
         "Load duration by mode (p50, p95, p99; dashed: mean)",
         About(
-            "p50, p95 and p99 of successful loads, and their mean (dashed), by connector and mode.",
-            "A p99 far above the p50: some loads are much slower, see ranks and traces.",
-            "Compare with other connectors, and with time to first token on the Overview.",
-            "A percentile is the middle of its bucket, accurate to 10 %: it moves in steps of 19 %. The modes "
-            "measure different durations: async from allocation to the last rank's receipt, sync a part of the step.",
+            "p50, p95 and p99 of successful loads, accurate to 10 %, and their mean (dashed): async loads last until "
+            "the last rank's receipt, sync loads are a part of the step.",
+            "If the p99 is far above the p50, see the ranks below and the traces on Slow loads.",
         ),
         *(
             Query(
@@ -185,12 +175,10 @@ def _tokens() -> Panel:
     return lines(
         "Offered, loaded and lost tokens (tokens/s)",
         About(
-            "Tokens per second: offered; admitted for loading; loaded; lost to the shorter offer of the "
-            "connector that was chosen; recomputed, because a load failed.",
-            "Admitted close to offered: this connector is the one in use.",
-            "Many lost: try load_policy longest, or another order. Recomputed: fix the failures.",
-            "Tokens offered but not admitted are not lost if another connector also had them. A request's offers "
-            "count once, its loads every time: after preemptions, more may be admitted than offered.",
+            "Tokens per second that were offered, admitted for loading, loaded, lost to the shorter offer of the "
+            "chosen connector, and recomputed after a failure.",
+            "With many lost tokens try load_policy longest or another order; with recomputed ones look for the "
+            "failures.",
         ),
         *(
             Query(SELECTION.rate(signal, "connector"), f"{{{{connector}}}} {name}", looks.BY_TOKENS[name])
@@ -210,9 +198,8 @@ def _in_flight() -> Panel:
         "Transfers in progress",
         About(
             "Loads in progress, and promised saves in progress (dashed), whose blocks are held.",
-            "A line that only rises is a backlog.",
-            "Ever more saves: the reading side is slow or gone. Ever more loads: their requests wait.",
-            "The value is updated in engine steps: an idle engine keeps its last value.",
+            "A line that only rises is a backlog: of saves, look for readers that are slow or gone; of loads, at the "
+            "store or its network.",
         ),
         of_connector(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="load"), "loads"),
         of_connector(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="save"), "saves", dashed=True),
@@ -224,10 +211,8 @@ def _age() -> Panel:
     return lines(
         "Age of the oldest transfer",
         About(
-            "Age of the oldest load and promised save (dashed) in progress.",
-            "A sawtooth is normal. A line that only rises means a transfer never finishes, or the engine hangs.",
-            "See 'Stuck transfers by rank' below; then that worker's log.",
-            "0 means that no transfer is in progress. The age also grows while the engine hangs.",
+            "Age of the oldest load and of the oldest promised save (dashed) in progress; a sawtooth is normal.",
+            "If a line only rises, see 'Stuck transfers by rank' below, then that worker's log.",
         ),
         of_connector(questions.oldest("connector", kind="load"), "load"),
         of_connector(questions.oldest("connector", kind="save"), "save", dashed=True),
@@ -239,12 +224,8 @@ def _stalls(what: str, signal: Signal, of_steps: str) -> Panel:
     return lines(
         f"Steps blocked by {what} (p99; dashed: mean)",
         About(
-            f"{of_steps}: p99 and mean (dashed).",
-            "All requests of that step wait, including those that load nothing.",
-            "A connector that blocks steps should be fast, or load asynchronously.",
-            "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait. A p99 "
-            "is interpolated within a bucket, which is a factor of two wide from 1 to 67 ms, and four elsewhere. The "
-            "mean is exact.",
+            f"{of_steps}, p99 and mean (dashed): all requests of that step wait.",
+            "Put such a connector after a faster one, or load asynchronously, which never blocks a step.",
         ),
         *p99_and_mean(SELECTION, signal),
         unit="s",
@@ -255,10 +236,9 @@ def _delay() -> Panel:
     return lines(
         "Lookup delay (mean)",
         About(
-            "Mean time from the connector's first 'not yet' for a request to its answer.",
-            "It delays the first token of these requests by the same time.",
-            "Set lookup_timeout_ms, so that another connector may load instead.",
-            "Requests answered immediately are not included.",
+            "Mean time from the connector's first 'not yet' for a request to its answer, which delays the request's "
+            "first token.",
+            "Set lookup_timeout_ms, so that such requests load from another connector or are computed.",
         ),
         of_connector(SELECTION.mean(signals.LOOKUP_DELAY, "connector")),
         unit="s",

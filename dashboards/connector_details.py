@@ -38,11 +38,10 @@ def _ranks() -> list[tuple[int, Panel]]:
             lines(
                 "Rank skew (p99)",
                 About(
-                    "How much longer the slowest rank took than the fastest for a load, or promised save (dashed).",
-                    "Close to the load's own duration: one rank makes the load slow.",
-                    "See 'Slowest rank' to the right.",
-                    "Interpolated within a bucket, which is a factor of two wide from 67 ms to 1 s, and four "
-                    "elsewhere. A single rank has no skew.",
+                    "How much longer the slowest rank took than the fastest for a load, or for a promised save "
+                    "(dashed).",
+                    "If it is close to the load's duration, one rank makes the load slow: see 'Slowest rank' to the "
+                    "right.",
                 ),
                 of_connector(SELECTION.quantile(0.99, signals.RANK_SKEW, "connector", kind="load"), "loads"),
                 of_connector(
@@ -56,10 +55,9 @@ def _ranks() -> list[tuple[int, Panel]]:
             lines(
                 "Slowest rank (transfers/s)",
                 About(
-                    "Loads and promised saves in which this rank was the slowest, per second.",
-                    "Similar rates are normal. One line far above the others is a slow rank.",
-                    "Check that worker's machine: PCIe, network, disk, other processes.",
-                    "One rank is always the slowest, even with little skew: check the skew first.",
+                    "Transfers per second in which each rank was the slowest; similar rates are normal.",
+                    "If one line is far above the others and the skew is large, check that worker's machine: PCIe, "
+                    "network, disk, other processes.",
                 ),
                 Query(
                     f"topk(10, {SELECTION.rate(signals.SLOWEST_RANK, 'connector', 'rank')})",
@@ -74,10 +72,10 @@ def _ranks() -> list[tuple[int, Panel]]:
             lines(
                 "Stuck transfers by rank",
                 About(
-                    "Loads and promised saves that this rank had not reported stuck_after_s after another rank.",
-                    "Zero is normal. Otherwise blocks are held, and a request may wait for ever.",
-                    "Check that worker's log for the connector; restart the engine if the transfer does not finish.",
-                    "A transfer is counted once: the line falls although it is still stuck.",
+                    "Transfers that this rank had not reported stuck_after_s after another rank did, counted once "
+                    "each; zero is normal.",
+                    "Look for the connector in that worker's log, and restart the engine if the transfer does not "
+                    "finish.",
                 ),
                 Query(
                     f"topk(10, {SELECTION.count(signals.STUCK_TRANSFERS, 'connector', 'rank')})",
@@ -94,10 +92,9 @@ def _calls() -> Panel:
     return lines(
         "Call duration by hook (p99)",
         About(
-            "p99 of calls into the connector by vLLM's hook: the ten slowest.",
-            "Scheduler hooks delay every request; start_load_kv may be the load itself.",
-            "Slow calls are spans: see Slow loads.",
-            "Values are interpolated within a bucket, a factor of four to 16 wide.",
+            "p99 of calls into the connector by vLLM's hook, the ten slowest; hooks of the scheduler delay every "
+            "request.",
+            "Slow calls are spans: see 'Slow and failed calls' on Slow loads.",
         ),
         Query(
             # A hook without calls in the window has the quantile NaN, which `>= 0` leaves out.
@@ -113,10 +110,8 @@ def _bytes() -> Panel:
     return lines(
         "Bytes loaded",
         About(
-            "Bytes loaded per second over all ranks.",
-            "A plateau together with rising durations: the link or store is saturated.",
-            "Compare with the bandwidth of the link or store.",
-            "Counts the bytes of the KV cache blocks that are filled; a connector may transfer more or fewer.",
+            "Bytes of KV cache blocks that loads filled per second, over all ranks.",
+            "If it stays flat while durations rise, compare it with the bandwidth of the link or store.",
         ),
         of_connector(SELECTION.rate(signals.LOAD_BYTES, "connector")),
         unit="Bps",
@@ -127,12 +122,10 @@ def _link_share() -> Panel:
     return lines(
         "Loads as a share of the link",
         About(
-            "Bytes per second while loads were in progress, as a share of the option link_gbps: lower and upper "
-            "bound (dashed), of the engine with the lowest share.",
-            "At most a tenth with large loads: TCP instead of RDMA, or one rail of several; there is an alert.",
-            "Look for the chosen transport in the connector's startup log; compare engines.",
-            "Loads share the link: the lower bound assumes one load at a time, the upper bound as many at once as "
-            "were ever seen. Short loads end when a step ends, and are far below any link.",
+            "Bytes per second while loads were in progress, as a share of the option link_gbps: lower and upper bound "
+            "(dashed) of the engine with the lowest share.",
+            "At most a tenth with large loads hints at TCP instead of RDMA: look for the transport in the connector's "
+            "startup log.",
         ),
         of_connector(questions.link_share()),
         of_connector(questions.link_share(at_most=True), "at most", dashed=True),
@@ -144,10 +137,9 @@ def _quarantine() -> Panel:
     return states(
         "Quarantine",
         About(
-            "Periods in which a best-effort connector was in quarantine.",
-            "Red: new requests were served without it. Alternating bands: it fails in each probation.",
-            "See its exceptions. It is enabled again automatically.",
-            "A connector that is not in the option best_effort has no band.",
+            "Periods in which a best-effort connector was in quarantine: new requests were served without it.",
+            "See its exceptions; it is enabled again automatically, and alternating bands mean that each probation "
+            "fails.",
         ),
         {0: ("enabled", looks.GOOD), 1: ("in quarantine", looks.BAD)},
         Query(questions.quarantine("connector", "instance", "engine"), "{{connector}} {{instance}} {{engine}}"),
@@ -158,10 +150,10 @@ def _failed_sync() -> Panel:
     return lines(
         "Failed synchronous loads",
         About(
-            "Failed synchronous loads: other connectors may have saved the unfilled blocks in that step.",
-            "Zero is normal. Otherwise, a later hit on such blocks gives a wrong answer.",
-            "See KvobsFailedSyncLoads in the runbook: clear the caches of the other connectors.",
-            "It is not known whether the blocks were saved.",
+            "Failed synchronous loads, whose unfilled blocks other connectors may have saved in that step; zero is "
+            "normal.",
+            "Clear the caches of the other connectors, as KvobsFailedSyncLoads in the runbook describes: a later hit "
+            "may give a wrong answer.",
         ),
         of_connector(SELECTION.count(signals.FAILED_SYNC_LOADS, "connector")),
         unit="short",
@@ -173,10 +165,10 @@ def _verified() -> Panel:
     return lines(
         "Verified blocks (blocks/s)",
         About(
-            "Loaded blocks compared with the blocks computed for the same tokens, by outcome.",
-            "match is good; unknown: computed elsewhere or long ago; lossy: close, for example a compressed copy.",
-            "mismatch: answers may be wrong. See KvobsCorruptLoads in the runbook: take the connector out.",
-            "Without the option verify.sample_ratio, nothing is compared, and this panel is empty.",
+            "Loaded blocks compared with blocks computed for the same tokens, by outcome, with the option "
+            "verify.sample_ratio.",
+            "After a mismatch answers may be wrong: take the connector out, as KvobsCorruptLoads in the runbook "
+            "describes.",
         ),
         Query(SELECTION.rate(signals.VERIFIED_BLOCKS, "outcome"), "{{outcome}}"),
         unit="short",

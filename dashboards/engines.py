@@ -17,12 +17,10 @@ def engines() -> Panel:
     return rows(
         "Engines and connectors, worst first",
         About(
-            f"One row per connector of each engine, the worst {ROWS}. State: as in the table of connectors.",
-            "Only one instance: that machine. All instances: the connector, or its store or network.",
-            "Take a single failing instance out of the load balancing, and check its log.",
-            "An instance without traffic shows no failures. An engine on several hosts has a row for each host: "
-            "share and loads are in the row of EngineCore's host. Pod, namespace and cluster appear if targets have "
-            "these labels.",
+            f"A row for each connector of each engine, the worst {ROWS}; an engine on several hosts has a row for "
+            "each.",
+            "If one instance is bad, take it out of the load balancing and read its log; if all are, look at the "
+            "connector's store or network.",
         ),
         {"connector": "Connector", **PLACE},
         [
@@ -42,10 +40,9 @@ def firing_alerts() -> Panel:
     return rows(
         "Firing alerts",
         About(
-            "Alerts of kvobs that are firing, the most severe on top.",
-            "An empty table is normal. Alerts wait before they fire: tiles change colour earlier.",
+            "Alerts of kvobs that fire, the most severe on top; without kvobs's rules in Prometheus the table is "
+            "always empty.",
             "Open the runbook (link on top) at the alert's name.",
-            "Prometheus must evaluate kvobs's rules: without them the table is also empty.",
         ),
         {"alertname": "Alert", "connector": "Connector", **PLACE},
         [

@@ -26,13 +26,9 @@ def net_gain() -> Panel:
     return number(
         "Net gain",
         About(
-            "Computing time that loads save, minus the time that requests wait for them, divided by the time of all "
-            "engines: seconds per second and engine.",
-            "25 %: loads save a quarter of each GPU's time, beyond the time that requests wait for them. Below 0: "
-            "computing would be faster than loading.",
-            "If it is negative, find the connector: column Net gain of the Overview, row Gain of the board Connector.",
-            "An estimate from the engine's steps. Above 100 % loads save more than the engines could compute. "
-            "'No traffic': nothing was loaded, or no step has computed a prompt yet.",
+            "Computing time that loads save, minus the time that requests wait for them, per second of all engines; "
+            "an estimate.",
+            "If it is negative, find the connector in the column Net gain below, then open the row Gain of its board.",
         ),
         Query(questions.net_gain_share()),
         unit="percentunit",
@@ -45,10 +41,9 @@ def _net() -> Panel:
     return lines(
         "Net gain by connector (s/s)",
         About(
-            "Time that computing the loaded tokens would have taken, minus the time that requests waited, per second.",
-            "Below 0: it would be faster to compute what this connector loads.",
-            "Put a faster connector first, look for the cause of slow loads, or load only long prefixes from it.",
-            "Requests of one step wait at the same time: the gain may be above 1. An estimate from the engine's steps.",
+            "Time that computing the loaded tokens would have taken, minus the time that requests waited (dashed), "
+            "per second; an estimate.",
+            "Below 0 computing is faster: put a faster connector first, or load only long prefixes from it.",
         ),
         of_connector(questions.net_gain("connector")),
         of_connector(SELECTION.rate(signals.LOAD_WAITED, "connector"), "waited", dashed=True),
@@ -61,11 +56,10 @@ def _slower() -> Panel:
     return lines(
         "Loads slower than computing (share)",
         About(
-            "Share of loads for which requests waited longer than computing the same tokens would have taken, and of "
-            "loads with an estimate of that (dashed).",
-            "0: every load pays. Above a half: most loads of this connector delay their requests.",
-            "Compare load durations with the tokens of a load: small loads rarely pay.",
-            "A load that fails does not pay. Loads without an estimate count as if they paid.",
+            "Share of loads for which requests waited longer than computing would have taken, and of loads with such "
+            "an estimate (dashed).",
+            "Above a half most loads delay their requests: compare load durations with the tokens of a load, since "
+            "small loads rarely pay.",
         ),
         of_connector(questions.slower_share("connector"), "slower"),
         of_connector(questions.estimated_share("connector"), "estimated", dashed=True),
@@ -78,10 +72,9 @@ def _lost() -> Panel:
     return lines(
         "Offered tokens not loaded (tokens/s)",
         About(
-            f"Tokens per second that connectors offered and none loaded: {reasons}.",
-            "other_chosen: a connector with fewer tokens was chosen. not_allocated, aborted: the request ended first.",
-            "not_allocated: the KV cache is full, or clients give up. declined: see best_effort.",
-            "vLLM always computes a prompt's last token, so a little not_taken is normal.",
+            f"Tokens per second that connectors offered and none loaded, by reason: {reasons}.",
+            "With other_chosen try load_policy longest, with not_allocated look at vLLM's KV cache usage, with "
+            "declined see best_effort.",
         ),
         Query(
             SELECTION.rate(signals.UNUSED_HIT_TOKENS, "connector", "reason"),
@@ -95,12 +88,10 @@ def _tiers() -> Panel:
     return lines(
         "Hit tokens by tier (tokens/s)",
         About(
-            "Tokens per second that vLLM decided to load, by connector and by the tier that they were in: host memory, "
-            "disk, another machine (p2p), or unspecified.",
-            "A shift from host to disk: memory no longer holds the requested tokens, and loads take longer.",
-            "Compare with the curve in the row Reuse: memory should hold the size at which it rises.",
-            "The connector reports the tier; otherwise it is unspecified. No data: vLLM before 0.33, or without its "
-            "stat logging.",
+            "Tokens per second that vLLM decided to load, by connector and by the tier that they were in; vLLM "
+            "reports it from 0.33 on.",
+            "If they shift from host to disk, memory no longer holds what is asked for: see the curve in the row "
+            "Reuse.",
         ),
         Query(SELECTION.rate(signals.HIT_TOKENS, "connector", "source"), "{{connector}} {{source}}"),
         unit="short",

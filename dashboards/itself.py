@@ -31,11 +31,8 @@ def _engines() -> Panel:
     return states(
         "Engines",
         About(
-            "Whether the engines of each exporter run, and the call that an engine ended in unexpectedly.",
-            "Red: the exporter serves the last metrics of an engine that was killed or crashed.",
-            "See the log of that engine, and KvobsEngineEnded in the runbook.",
-            "No data without the exporter. It exits with its last engine, so a band that ends also means a gone "
-            "engine.",
+            "Whether the engines of each exporter run, and the call in which an engine ended unexpectedly.",
+            "At red, read the log of that engine, and see KvobsEngineEnded in the runbook.",
         ),
         {
             0: ("gone", looks.BAD),
@@ -55,10 +52,8 @@ def _faults() -> Panel:
     return lines(
         "Internal errors",
         About(
-            "Contained errors in kvobs's telemetry: serving is not affected.",
-            "Zero is normal. Otherwise some metrics are lost. version: processes run different versions of kvobs.",
-            "The first error is in vLLM's log with its traceback; report it.",
-            "Failures of connectors are not counted here.",
+            "Contained errors in kvobs's telemetry: some metrics are lost, and serving is not affected.",
+            "Find the first one with its traceback in vLLM's log, and report it.",
         ),
         Query(SELECTION.count(signals.INTERNAL_ERRORS, "where"), "{{where}}"),
         unit="short",
@@ -70,12 +65,9 @@ def _dropped() -> Panel:
     return lines(
         "Dropped spans and lines, malformed contexts; queued spans (dashed)",
         About(
-            "Lost spans, by stage; lines of request_log that were not written; requests with a malformed trace "
-            "context, by source.",
-            "rate: more than a process may write. missed: read too late. queue, export: the collector is slow or gone.",
-            "Sample less, or fix the collector; find the client that sends such contexts; vLLM's log shows the error "
-            "of a file.",
-            "Serving is not affected, and metrics are complete: only traces and the log have gaps.",
+            "Spans that were lost, by stage, or are queued (dashed), lines of request_log that were not written, and "
+            "requests with a malformed trace context.",
+            "Sample less, check the collector, or find the client that sends such contexts; metrics are complete.",
         ),
         Query(SELECTION.count(signals.SPANS_DROPPED, "where"), "spans: {{where}}"),
         Query(f"topk(10, {SELECTION.gauge(signals.SPANS_QUEUED, *_OF_ENGINE)})", f"queued: {_ENGINE}", dashed=True),
@@ -89,10 +81,10 @@ def _lost() -> Panel:
     return lines(
         "Spans lost in the collector (spans/s)",
         About(
-            "Spans that OpenTelemetry collectors could not export, or dropped because their queue was full.",
-            "Zero is normal. Otherwise traces have gaps, and some of the loads are missing in these tables.",
-            "Check Tempo, and the collector's log and memory. Spans lost before: 'Dropped spans' to the left.",
-            "No data: the collector's own metrics are not scraped. Covers the collectors of the whole cluster.",
+            "Spans that OpenTelemetry collectors of the cluster could not export, or dropped because their queue was "
+            "full.",
+            "Check Tempo, and the collector's log and memory; no data means that the collector's own metrics are not "
+            "scraped.",
         ),
         Query(questions.collector_losses("otelcol_exporter_send_failed_spans"), f"{_EXPORTER} not sent"),
         Query(questions.collector_losses("otelcol_exporter_enqueue_failed_spans"), f"{_EXPORTER} queue full"),
@@ -104,10 +96,9 @@ def _self() -> Panel:
     return lines(
         "CPU time of kvobs's telemetry",
         About(
-            "CPU time of kvobs's telemetry as a share of one core, over all processes of these engines.",
-            "A few percent under load; the alert is at 20 % for an engine.",
-            "Much more: lower tracing.level; the label `where` shows which part it is.",
-            "For recording calls the value is an estimate.",
+            "CPU time of kvobs's telemetry as a share of one core, over all processes of these engines; a few percent "
+            "are normal under load.",
+            "If it is much more, lower tracing.level, and see KvobsTelemetryCost in the runbook.",
         ),
         Query(SELECTION.rate(signals.OVERHEAD_SECONDS, "stage"), "{{stage}}"),
         unit="percentunit",

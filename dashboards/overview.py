@@ -13,7 +13,7 @@ from dashboards.panels import About, Panel, Query, lines, number, of_connector, 
 from dashboards.promql import worst
 from dashboards.questions import SELECTION, by_connector, by_engine, worst_engine
 from dashboards.tables import Column, rows
-from kvobs.schema import signals, verdicts
+from kvobs.schema import signals
 
 NAMED = "{{connector}} {{instance}}"
 
@@ -56,10 +56,9 @@ def _worst() -> list[Panel]:
         number(
             "Alerts",
             About(
-                "How many kvobs alerts are firing, by severity.",
-                "'none' is normal, red is critical. Alerts wait before they fire: other tiles change colour earlier.",
-                "The table of alerts below lists them; open the runbook at the alert's name.",
-                "Prometheus must evaluate kvobs's rules: without them no alert fires.",
+                "How many alerts of kvobs fire, by severity; they wait before they fire, so other tiles change their "
+                "colour earlier.",
+                "See the table of alerts below, and open the runbook at the alert's name.",
             ),
             Query(questions.alerts_firing(), "{{severity}}"),
             unit="short",
@@ -69,11 +68,8 @@ def _worst() -> list[Panel]:
         number(
             "Engines down",
             About(
-                "How many engines are gone: their target can no longer be scraped, or they ended.",
-                "'all up' is normal.",
+                "How many engines are gone: their target cannot be scraped any more, or they ended.",
                 "`kvobs top` shows in which call an engine ended; see KvobsEngineEnded in the runbook.",
-                "A removed pod is no longer a target, and is not counted. Without the exporter, the end of an engine "
-                "shows only as a target that is down.",
             ),
             Query(questions.engines_down()),
             unit="short",
@@ -84,11 +80,10 @@ def _worst() -> list[Panel]:
         number(
             "Failure share",
             About(
-                "The connector and engine with the highest share of failures: failed loads and exceptions, among all "
+                "The connector and engine with the highest share of failed loads and exceptions among all of its "
                 "loads and exceptions.",
-                "Green and 'none': no failures in the last minutes. Red: more than 5 %.",
-                "Open that connector's board from its row in the table below.",
-                "With few loads, one failure is a large share: see the failures per second below.",
+                "Open that connector's board from its row in the table below, and check there that it is not a single "
+                "failure.",
             ),
             Query(questions.none_if_empty(failing), NAMED),
             unit="percentunit",
@@ -98,11 +93,9 @@ def _worst() -> list[Panel]:
         number(
             "Hangs",
             About(
-                "The longest call in progress, or the oldest lookup, load or resume (loaded, not scheduled, and the "
-                "engine computes nothing), and its age.",
-                "'Nothing hangs' is the normal state. Red from 10 s: the connector's state is then Hangs.",
+                "The longest call in progress, or the oldest lookup, load or resume, and its age; 'Nothing hangs' is "
+                "normal.",
                 "See KvobsCallHangs in the runbook; `kvobs timeline` shows what led to it.",
-                "Calls below a second are not shown. Each host shows the calls of its own processes.",
             ),
             Query(worst(questions.hang_ages()), "{{connector}} {{hook}}{{kind}} {{instance}} {{rank}}"),
             unit="s",
@@ -112,11 +105,8 @@ def _worst() -> list[Panel]:
         number(
             "Load p99",
             About(
-                "The p99 of load durations, of the connector and engine with the highest.",
-                "Amber from 1 s, red from 4 s. The value is the middle of its bucket, accurate to 10 %; the mean is "
-                "in the tables.",
-                "Compare with time to first token below; open Slow loads for traces of single loads.",
-                "A slow load does not delay a request that is waiting for another reason anyway.",
+                "The p99 of load durations, accurate to 10 %, of the connector and engine with the highest.",
+                "Compare it with the time to first token below, and open Slow loads for traces of single loads.",
             ),
             Query(worst(f"({p99}) >= 0"), NAMED),
             unit="s",
@@ -125,13 +115,9 @@ def _worst() -> list[Panel]:
         number(
             "Scheduler time",
             About(
-                "Share of time that the scheduler spends in calls into the connector, of the connector and engine with "
-                "the highest.",
-                "No step is scheduled during that time, so all requests of the engine wait. Amber from 10 %, red "
-                "from 50 %.",
-                "The connector's board shows which hook, in the row Scheduler. `lookup_timeout_ms` does not "
-                "interrupt a call.",
-                "While nothing is computed, the scheduler may only be polling for answers.",
+                "Share of time that the scheduler spends in calls into a connector, of the worst connector and "
+                "engine: no step is scheduled during that time.",
+                "Open the connector's board, where the row Scheduler shows the hook.",
             ),
             Query(worst(f"({questions.scheduler_share(*by_engine)}) >= 0"), NAMED),
             unit="percentunit",
@@ -147,11 +133,9 @@ def _effects() -> list[Panel]:
         number(
             "Wrong bytes",
             About(
-                "Blocks that a connector loaded with wrong bytes since its engine's start, for the connector and "
-                "engine with the most.",
-                "Red: answers may be wrong. 'none': no wrong block was found.",
-                "See KvobsCorruptLoads in the runbook: take the connector out, restart, clear its store.",
-                "Needs the option verify.sample_ratio, and covers only blocks that it compares: 'none' is no proof.",
+                "Blocks that a connector loaded with wrong bytes since its engine's start, of those that "
+                "verify.sample_ratio compares.",
+                "At red answers may be wrong: take the connector out, as KvobsCorruptLoads in the runbook describes.",
             ),
             Query(questions.none_if_empty(worst(questions.wrong_blocks(*by_engine))), NAMED),
             unit="short",
@@ -161,11 +145,8 @@ def _effects() -> list[Panel]:
         number(
             "Quarantined",
             About(
-                "A best-effort connector in quarantine: it failed, and new requests are served without it.",
-                "Red: this connector is in quarantine. 'none': no connector is in quarantine.",
-                "See its exceptions. It is enabled again automatically after its back-off.",
-                "Only connectors in the option best_effort can be quarantined; a failure of another one may crash the "
-                "engine.",
+                "A best-effort connector that failed and is in quarantine: new requests are served without it.",
+                "See its exceptions on its board; it is enabled again automatically after its back-off.",
             ),
             Query(
                 questions.none_if_empty(worst(f"{questions.quarantine(*by_engine)} > 0")),
@@ -179,11 +160,9 @@ def _effects() -> list[Panel]:
         number(
             "Steps blocked",
             About(
-                "Time that model steps are blocked by synchronous loads: p99, of the connector and "
-                "engine with the highest.",
-                "All requests of that step wait, not only the one that loads. Amber from 67 ms.",
-                "Put that connector after a faster one, or load asynchronously.",
-                "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait.",
+                "p99 of the time that a model step waits for synchronous loads, of the worst connector and engine: "
+                "all requests of that step wait.",
+                "Put that connector after a faster one, or load asynchronously, which never blocks a step.",
             ),
             Query(worst(f"({stall}) >= 0"), NAMED),
             unit="s",
@@ -193,11 +172,9 @@ def _effects() -> list[Panel]:
         number(
             "Tokens loaded",
             About(
-                "Share of all prompt tokens that were loaded from connectors.",
-                "Higher is better; the achievable value depends on the traffic.",
-                "If it falls, check hit shares and tokens lost to a shorter offer.",
-                "Tokens in vLLM's own prefix cache are not loaded, so a good local cache lowers this share. vLLM "
-                "reports this share; it counts a prompt once, without loads after a preemption.",
+                "Share of all prompt tokens that were loaded from connectors, as vLLM counts them.",
+                "If it falls, check hit shares and tokens lost to a shorter offer; what vLLM's own cache serves is "
+                "not loaded.",
             ),
             Query(questions.loaded_share()),
             unit="percentunit",
@@ -211,13 +188,9 @@ def _connectors() -> Panel:
     return rows(
         "Connectors, worst first",
         About(
-            "One row per configured connector, the worst on top. State, failure share and durations show "
-            "its worst engine, all else is the sum of all engines.",
-            "State, the worst that applies: "
-            + "; ".join(f"{s.name} ({s.condition.format(**s.limits)})" for s in verdicts.STATES)
-            + ".",
-            "Click a connector for its own board.",
-            "A slow connector does no harm unless time to first token rises with it.",
+            "A row for each connector, the worst on top: state, failure share and durations are of its worst engine, "
+            "all else is the sum of all engines.",
+            "Click a connector for its own board; 'States' in docs/boards.md has the limit of each state.",
         ),
         {"connector": "Connector"},
         [
@@ -266,10 +239,8 @@ def _failing() -> Panel:
     return lines(
         "Failures by connector (failures/s)",
         About(
-            "Failed loads and exceptions per second, by connector.",
-            "Zero is normal.",
-            "Compare the start with restarts and version changes (vertical lines), then open the connector's board.",
-            "A failed load is not a failed request: its tokens are recomputed, unless kv_load_failure_policy is fail.",
+            "Failed loads and exceptions per second, by connector; zero is normal.",
+            "Compare the start with restarts and new versions (vertical lines), then open the connector's board.",
         ),
         of_connector(questions.connector_or_zero(questions.failures(*by_connector))),
         unit="short",
@@ -280,10 +251,8 @@ def _slow() -> Panel:
     return lines(
         "Load duration by connector (p99; dashed: mean)",
         About(
-            "The p99 and the mean (dashed) of load durations, by connector.",
-            "One line rises alone: that connector. All lines rise together: the machine or the network.",
-            "Open Slow loads for traces of such loads.",
-            "Synchronous and asynchronous loads are measured differently: see the connector's board.",
+            "p99 and mean (dashed) of load durations, by connector.",
+            "If one line rises, open that connector's board; if all do, look at the machine or the network.",
         ),
         *p99_and_mean(SELECTION, signals.LOAD_DURATION),
         unit="s",
@@ -294,11 +263,9 @@ def _ttft() -> Panel:
     return lines(
         "Time to first token and loads (p95)",
         About(
-            "vLLM's time to first token (grey), load durations, and the time steps are blocked (dashed), by "
-            "connector: p95.",
-            "A connector's line is near the grey one and rises with it: that connector delays the first token.",
-            "Compare with the share of prompt tokens loaded: loads also save their computation.",
-            "Only requests that load wait for loads; time to first token covers all requests.",
+            "p95 of vLLM's time to first token (grey), of load durations, and of the time that steps are blocked "
+            "(dashed), by connector.",
+            "A connector's line that is near the grey one and rises with it delays the first token: open its board.",
         ),
         Query(questions.VLLM.vllm_quantile(0.95, "time_to_first_token_seconds"), "TTFT of vLLM", looks.VLLM, 3),
         of_connector(SELECTION.quantile(0.95, signals.LOAD_DURATION, *by_connector), "load"),
@@ -311,10 +278,10 @@ def _hits() -> Panel:
     return lines(
         "Hit share by connector",
         About(
-            "Share of hits among the requests that each connector answered.",
-            "It follows the traffic. A drop after a restart or a new version: the cache lost its content.",
-            "Compare with the curve of the row Reuse on the board Connector: what a larger cache would serve.",
-            "A hit is an offer: another connector may have loaded instead.",
+            "Share of hits among the requests that each connector answered; a hit is an offer, and another connector "
+            "may have loaded.",
+            "After a drop look for a restart (vertical lines), else compare with the curve in the row Reuse of the "
+            "board Connector.",
         ),
         of_connector(questions.hit_share(*by_connector)),
         unit="percentunit",
@@ -326,9 +293,7 @@ def _loaded_share() -> Panel:
         "Tokens loaded by connector (tokens/s)",
         About(
             "Tokens loaded per second, by connector.",
-            "Tokens that come neither from a connector nor from vLLM's own cache are computed.",
             "A connector that never loads anything just costs lookups: remove it, or change the order.",
-            "A connector with few tokens may hold blocks that no other connector has.",
         ),
         of_connector(questions.connector_or_zero(SELECTION.rate(signals.LOAD_TOKENS, *by_connector))),
         unit="short",
@@ -341,9 +306,7 @@ def _open() -> Panel:
         "Transfers in progress by connector",
         About(
             "Loads, resumes and promised saves in progress, and lookups that requests wait for, by connector.",
-            "Up and down is normal. A line that only rises is a backlog, whose blocks are held.",
-            "Open the connector's board: age of the oldest transfer, hold, stuck transfers by rank.",
-            "The value is updated in engine steps: an idle engine keeps its last value.",
+            "A line that only rises is a backlog: see the age of the oldest transfer on the connector's board.",
         ),
         of_connector(questions.connector_or_zero(SELECTION.gauge(signals.IN_FLIGHT, *by_connector))),
         unit="short",

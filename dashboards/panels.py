@@ -38,20 +38,16 @@ VERDICT_WINDOW = "2m"  # a verdict over less would flicker where requests are fe
 
 @dataclass(frozen=True)
 class About:
-    """The parts of a panel's description: what it shows, how to read it, what to do, what not to conclude."""
+    """A panel's help: one sentence about what it shows, and one about what to do or where to look."""
 
-    what: str
-    read: str
+    shows: str
     do: str
-    beware: str
 
     def text(self, exprs: Sequence[str]) -> str:
-        """Return the description, with the metrics that these expressions query."""
-        parts = {"What": self.what, "Read": self.read, "Do": self.do, "Don't conclude": self.beware}
+        """Return both sentences and, apart from them, the metrics that these expressions query."""
         names = sorted(set(METRIC.findall(" ".join(exprs))))
-        if names:
-            parts["Metrics"] = ", ".join(f"`{name.replace('[:_]', ':')}`" for name in names)
-        return "\n\n".join(f"**{part}:** {text}" for part, text in parts.items())
+        metrics = ", ".join(f"`{name.replace('[:_]', ':')}`" for name in names)
+        return f"{self.shows} {self.do}" + (f"\n\nMetrics: {metrics}" if names else "")
 
 
 @dataclass(frozen=True)

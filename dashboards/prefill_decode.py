@@ -11,8 +11,6 @@ from dashboards.questions import DECODE, DECODE_VLLM, PREFILL, PREFILL_VLLM, SEL
 from dashboards.tables import Column, rows
 from kvobs.schema import signals
 
-NOT_SPLIT = "Engines whose connectors are all kv_both count for both sides: kvobs cannot separate them."
-
 
 def prefill_decode() -> Board:
     """Return the board."""
@@ -55,14 +53,10 @@ def _engines() -> Panel:
     return rows(
         "Engines by role, oldest transfer first",
         About(
-            "One row per connector of each engine, with its role (kv_role); an engine on several hosts has one per "
-            "host.",
-            "Producers save and hold, consumers load: held tokens on a producer are blocks that no consumer has "
-            "fetched yet.",
-            "Old transfers only on producers: the consumers are slow or gone. Only on consumers: the link or the "
-            "producers are.",
-            "All rows kv_both: set kv_role to kv_producer and kv_consumer where the connector allows it, or choose the "
-            "instances of one side above.",
+            "A row for each connector of each engine with its role (kv_role); held tokens of a producer are blocks "
+            "that no consumer has fetched.",
+            "If transfers are old on producers only, look at the consumers; if on consumers only, at the link and the "
+            "producers.",
         ),
         {"connector": "Connector", "role": "Role", **PLACE},
         [
@@ -87,10 +81,10 @@ def _waiting() -> Panel:
     return lines(
         "Requests waiting and running (dashed)",
         About(
-            "vLLM's queues on both sides: requests that wait to be scheduled, and requests that run (dashed).",
-            "Waiting rises and running is flat: these engines are full. A request that waits for its load is waiting.",
-            "The side whose queue grows needs more engines, or faster transfers.",
-            NOT_SPLIT,
+            "vLLM's queues on both sides: requests that wait to be scheduled, also for a load, and requests that run "
+            "(dashed).",
+            "Where waiting rises and running is flat, engines are full: that side needs more of them, or faster "
+            "transfers.",
         ),
         *(
             query
@@ -108,11 +102,8 @@ def _prefill_times() -> Panel:
     return lines(
         "Prefill: time in the queue (dashed) and in computation (p95)",
         About(
-            "Time that requests spend in vLLM's queue, and from there to their first token, on the prefill engines: "
-            "p95.",
-            "A long queue with short computation: too few prefill engines, or their KV cache is held by saves.",
-            "Compare with the save hold and the KV cache usage below.",
-            NOT_SPLIT,
+            "p95 of the time in vLLM's queue (dashed), and from there to the first token, on prefill engines.",
+            "With a long queue and short computation add prefill engines, unless saves hold their KV cache: see below.",
         ),
         Query(PREFILL_VLLM.vllm_quantile(0.95, "request_queue_time_seconds"), "queue", looks.VLLM, dashed=True),
         Query(PREFILL_VLLM.vllm_quantile(0.95, "request_prefill_time_seconds"), "computation", looks.VLLM, 2),
@@ -124,10 +115,9 @@ def _hold() -> Panel:
     return lines(
         "Prefill: save hold (p99; dashed: mean)",
         About(
-            "Time from a request's end on a prefill engine to the completion of its promised save.",
-            "Blocks wait to be fetched, and no other request can use them.",
-            "Long holds and a full KV cache (to the right): decode engines fetch too late, or too few of them do.",
-            "It includes the time the blocks wait to be fetched, not only the transfer itself.",
+            "Time from a request's end on a prefill engine to the completion of its promised save; its blocks are "
+            "held for so long.",
+            "With long holds and a full KV cache (to the right), look for decode engines that fetch late or are gone.",
         ),
         *p99_and_mean(PREFILL, signals.SAVE_HOLD),
         unit="s",
@@ -139,10 +129,8 @@ def _usage() -> Panel:
     return lines(
         "KV cache usage (fullest engine)",
         About(
-            "Share of the KV cache that is in use, as vLLM reports it, on the fullest prefill and decode engine.",
-            "Near 100 %: requests wait for blocks, or are preempted.",
-            "Compare with the tokens held by transfers: held blocks are in use.",
-            NOT_SPLIT,
+            "Share of the KV cache in use, as vLLM reports it, on the fullest prefill and decode engine.",
+            "Near 100 % requests wait for blocks or are preempted: compare with the tokens that transfers hold.",
         ),
         *(
             Query(vllm.vllm_gauge("kv_cache_usage_perc", how="max"), side, color, 2)
@@ -156,10 +144,8 @@ def _held_tokens() -> Panel:
     return lines(
         "Prefill: KV cache held by saves (tokens)",
         About(
-            "Tokens whose blocks are held on prefill engines by promised saves of finished requests.",
-            "Up and down is normal. A line that only rises fills the KV cache.",
-            "Look for decode engines that stopped: their requests' blocks are held until they are fetched.",
-            "Blocks that requests share are counted for each. An idle engine keeps its last value.",
+            "Tokens whose blocks prefill engines hold for promised saves of finished requests.",
+            "If the line only rises, look for decode engines that stopped: blocks are held until they are fetched.",
         ),
         of_connector(PREFILL.gauge(signals.HELD_TOKENS, "connector", kind="save")),
         unit="short",
@@ -170,10 +156,10 @@ def _loads() -> Panel:
     return lines(
         "Decode: loads; oldest in s (dashed)",
         About(
-            "Loads in progress on the decode engines, whose requests wait for them, and the oldest one's age.",
-            "A line that only rises is a backlog; an age that only rises is a load that never ends.",
-            "Compare with 'Save hold' above. Both long: the link. Short holds and long loads: the decode side.",
-            "The value is updated in engine steps: an idle engine keeps its last value.",
+            "Loads in progress on decode engines, whose requests wait for them, and the age of the oldest in seconds "
+            "(dashed).",
+            "If a line only rises, compare with 'Save hold' above: both long is the link, only loads long is the "
+            "decode side.",
         ),
         of_connector(DECODE.gauge(signals.IN_FLIGHT, "connector", kind="load"), "loads"),
         of_connector(questions.oldest("connector", of=DECODE, kind="load"), "oldest", dashed=True),
@@ -185,10 +171,9 @@ def _load_times() -> Panel:
     return lines(
         "Decode: load duration (p99; dashed: mean)",
         About(
-            "p99 and mean (dashed) of loads on the decode engines, from allocation to the last rank's receipt.",
-            "It is part of the time to first token on the decode side.",
+            "p99 and mean (dashed) of loads on decode engines, from allocation to the last rank's receipt: a part of "
+            "the time to first token.",
             "Click a point for its trace, or open Slow loads.",
-            "A p99 is the middle of its bucket, accurate to 10 %: it moves in steps of 19 %.",
         ),
         *p99_and_mean(DECODE, signals.LOAD_DURATION),
         unit="s",
@@ -200,10 +185,9 @@ def _speed() -> Panel:
     return lines(
         "Decode: throughput of a load (mean)",
         About(
-            "Bytes of successful loads on the decode engines divided by the time they took.",
-            "Falling while loads get slower: the link is slower. Unchanged: the loads are larger.",
-            "Compare with the bandwidth of the link.",
-            "Loads that run at the same time share the link: together they may be faster than this.",
+            "Bytes of successful loads on decode engines divided by the time that they took.",
+            "If it falls while loads get slower, compare it with the bandwidth of the link; if not, the loads are "
+            "larger.",
         ),
         of_connector(questions.load_speed("connector", of=DECODE)),
         unit="Bps",
@@ -214,11 +198,9 @@ def _failures() -> Panel:
     return lines(
         "Decode: failed loads (loads/s)",
         About(
-            "Loads that failed on the decode engines, per second.",
-            "No data or zero is normal.",
+            "Loads that failed on decode engines per second, whose prompts decode computes itself, unless "
+            "kv_load_failure_policy is fail.",
             "See their traces on Slow loads, then the producers: they may have restarted, or dropped the blocks.",
-            "A failed load is not a failed request: decode computes the prompt itself, unless kv_load_failure_policy "
-            "is fail.",
         ),
         of_connector(DECODE.rate(signals.LOADS, "connector", outcome="failed")),
         unit="short",
@@ -232,11 +214,9 @@ def _peers() -> Panel:
     return rows(
         "Pairs of engines, most failures first",
         About(
-            "One row per decode engine and engine that it loads from, by the host and port that requests name.",
-            "One bad row: that pair, such as its link or NIC. All rows of one peer: that prefill engine. All rows of "
-            "one instance: that decode engine.",
-            "Check the logs of both engines, and search the pair's traces by kv_transfer.remote.host.",
-            "A process names its first 32 peers; all others are _OTHER; without a name it is unknown.",
+            "A row for each decode engine and the host and port that it loads from; a process names its first 32 "
+            "peers, all others are _OTHER.",
+            "One bad row is that pair's link; if all rows of a peer or of an instance are bad, read that engine's log.",
         ),
         {"peer": "Loads from", "connector": "Connector", **PLACE},
         [
@@ -252,11 +232,10 @@ def _resume() -> Panel:
     return lines(
         "Decode: resume delay after a load (p99; dashed: mean)",
         About(
-            "Time from an async load's end on all ranks to the step that schedules its request.",
-            "The blocks have arrived, but the request still waits. High with many waiting requests: the engine is "
-            "full.",
-            "High without waiting requests: a connector blocks the scheduler, see the board Connector.",
-            "Synchronous loads have no such delay.",
+            "p99 and mean (dashed) of the time from an async load's end on all ranks to the step that schedules its "
+            "request.",
+            "With many waiting requests the engine is full; without them a connector blocks the scheduler: see the "
+            "board Connector.",
         ),
         *p99_and_mean(DECODE, signals.LOAD_RESUME_DELAY),
         unit="s",
@@ -267,10 +246,9 @@ def _first_token() -> Panel:
     return lines(
         "Decode: time to first token and load duration (p95)",
         About(
-            "vLLM's time to first token on the decode engines (grey), and load durations by connector: p95.",
-            "Both rise together: transfers delay the first token. Only the grey one rises: the queue does.",
-            "Compare with the prefill side's queue: the client waits for both sides, one after the other.",
-            "A proxy in front adds the time on the prefill side, which this number does not include.",
+            "p95 of vLLM's time to first token on decode engines (grey), without the time on the prefill side, and of "
+            "load durations by connector.",
+            "If both rise together, look at the transfers; if only the grey line rises, at the queue.",
         ),
         Query(DECODE_VLLM.vllm_quantile(0.95, "time_to_first_token_seconds"), "TTFT of vLLM", looks.VLLM, 3),
         of_connector(DECODE.quantile(0.95, signals.LOAD_DURATION, "connector"), "load"),
@@ -282,10 +260,10 @@ def _between_tokens() -> Panel:
     return lines(
         "Decode: time between tokens, and steps blocked by loads (p95)",
         About(
-            "vLLM's time between tokens on the decode engines (grey), and the time steps wait for loads: p95.",
-            "A connector's line near the grey one: its synchronous loads slow down every running request.",
-            "Load asynchronously on decode engines.",
-            "No data does not mean zero: async loads never block a step, and full CUDA graphs hide the wait.",
+            "p95 of vLLM's time between tokens on decode engines (grey), and of the time that steps wait for "
+            "synchronous loads.",
+            "If a connector's line is near the grey one, its loads slow down every running request: load "
+            "asynchronously.",
         ),
         Query(DECODE_VLLM.vllm_quantile(0.95, "inter_token_latency_seconds"), "between tokens", looks.VLLM, 3),
         of_connector(DECODE.quantile(0.95, signals.LOAD_STALL, "connector"), "steps blocked"),

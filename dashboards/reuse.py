@@ -80,15 +80,10 @@ def _curve() -> Panel:
         f"max by (le, cache) ({of_connectors})",
     ]
     about = About(
-        "Share of the prompts' tokens that an LRU cache of each size would serve; next to it, the share that vLLM's "
-        "own cache served, at its size, and the share that it served together with each connector whose options "
-        "state a size, at that size.",
-        "All bars near 0: prompts do not repeat, and no cache helps. Flat to the right of vLLM's bar: more memory "
-        "does not help. A step to the right of it: a cache of that size would serve that much more.",
-        "Size a connector's memory by the step. A measured bar far below its neighbours: blocks are held by requests "
-        "or transfers, were not stored, were not waited for, or the cache was reset.",
-        "Sizes are for one engine, in tokens: a cache that several engines share sees the prompts of all of them. An "
-        "estimate.",
+        "Share of the prompts' tokens that an LRU cache of each size would serve, and what vLLM's own cache, and it "
+        "with each connector of known size, did serve.",
+        "Size a connector's memory by the step to the right of vLLM's bar; for a measured bar far below its "
+        "neighbours see docs/capacity.md.",
     )
     panel = (
         board.Panel()
@@ -123,13 +118,10 @@ def _parts() -> Panel:
     return lines(
         "Where prompts' tokens came from (tokens/s)",
         About(
-            "Prompt tokens per second: in vLLM's own cache, loaded by each connector, computed because they were "
-            "used for the first time, computed although they were used before, and tokens that no cache can serve.",
-            "The parts add up to the prompts. 'used before': evicted, not stored, not waited for, declined or failed.",
-            "Many 'used before': compare the curve with the sizes of your caches, then see the row Gain for tokens "
-            "that were offered but not loaded.",
-            "Without vLLM's own metrics, its hits count as computed at first use. Loads count again after a "
-            "preemption.",
+            "Prompt tokens per second by where they came from: vLLM's own cache, each connector, or computed, at "
+            "first use or although they were used before.",
+            "With many 'used before' compare the curve with the sizes of your caches, then see 'Offered tokens not "
+            "loaded'.",
         ),
         Query(VLLM.vllm_rate(_BY_SOURCE, matching='source="local_cache_hit"'), "vLLM's own cache", looks.VLLM),
         of_connector(SELECTION.rate(signals.LOAD_TOKENS, "connector")),
@@ -145,13 +137,10 @@ def _held() -> Panel:
     return lines(
         "Tokens in each store; its size (dashed)",
         About(
-            "Tokens that each medium of a connector holds, by its KV cache events, and the size that its options "
-            "state (dashed). Then what stores themselves report, each in its unit.",
-            "At its size a store is full, and evicts: see the panel to the right.",
-            "No tokens: switch events on (docs/metrics.md). Far below its size for hours: it is larger than the "
-            "traffic needs, or does not store what it should.",
-            "A share that vLLM reports is of memory in transfers, not of memory in use: a full store may show 0. "
-            "Tokens are absent where events do not report evictions.",
+            "Tokens that each medium of a connector holds, by its KV cache events, its size (dashed), and what stores "
+            "themselves report, each in its unit.",
+            "A store at its size evicts: see the panel to the right, and docs/capacity.md for connectors without such "
+            "events.",
         ),
         Query(SELECTION.gauge(signals.STORED_TOKENS, "connector", "medium"), "{{connector}} {{medium}}"),
         Query(SELECTION.gauge(signals.CAPACITY_TOKENS, "connector"), "{{connector}} size", dashed=True),
@@ -164,14 +153,9 @@ def _evicted() -> Panel:
     return lines(
         "Tokens saved and evicted (tokens/s)",
         About(
-            "Tokens per second that the connector stored in each medium, and evicted from it (dashed), according to "
-            "its KV cache events; and the share of evicted tokens that prompts ask for again.",
-            "Both lines alike: the store is full, and each token takes the place of another. Saves fill and wear a "
-            "disk or a remote store; a token in memory and on disk counts in both.",
-            "Evicted, then asked for: a larger store would have served that share; see the curve for how large. Saved "
-            "far above the tokens that are computed: blocks are stored again and again.",
-            "No data: the connector does not report it, or vLLM's --kv-events-config is off. The share is an estimate, "
-            "and does not count what vLLM's own cache has.",
+            "Tokens per second saved and evicted (dashed), by KV cache events, the share of evicted ones that prompts "
+            "ask for again, and what stores themselves evict or refuse.",
+            "If that share is high, a larger store would serve it: see the curve for how large.",
         ),
         Query(SELECTION.rate(signals.SAVE_TOKENS, "connector", "medium"), "{{connector}} {{medium}} saved"),
         Query(
@@ -189,13 +173,9 @@ def _missed() -> Panel:
     return lines(
         "Tokens not offered, by reason (tokens/s)",
         About(
-            "Prompt tokens per second that a connector was asked for and did not offer, by reason.",
-            "never_seen, beyond_prefix: used for the first time, and no store has them. no_full_block: less than a "
-            "block or chunk. other_connector: another one offers them.",
-            "evicted: a larger store. not_stored: it was seen here, and the connector never stored it, or lost it: see "
-            "'Why was it a miss?' in docs/capacity.md.",
-            "An estimate, and of what this engine has seen: another engine may have stored what is never_seen here. "
-            "Without KV cache events, evicted counts as not_stored.",
+            "Prompt tokens per second that a connector was asked for and did not offer, by reason; an estimate of "
+            "what this engine has seen.",
+            "For evicted enlarge the store, for the other reasons see 'Why was it a miss?' in docs/capacity.md.",
         ),
         Query(SELECTION.rate(signals.MISSED_TOKENS, "connector", "reason"), "{{connector}} {{reason}}"),
         unit="short",

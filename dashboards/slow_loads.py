@@ -54,10 +54,9 @@ def _durations() -> Panel:
     return distribution(
         "Load duration (points are traces)",
         About(
-            "Successful loads by duration; each point is a load with a trace.",
-            "Points far above the dark band are the slow loads to open.",
-            "Click a point, then 'Query with Tempo'. Select one connector above: several are summed here.",
-            "Not every load has a point: at most one for each bucket and scrape, and only exported traces.",
+            "Successful loads by duration, where each point is a load with a trace.",
+            "Click a point far above the dark band, then 'Query with Tempo'; with several connectors chosen above, "
+            "all are summed.",
         ),
         SELECTION.increase(signals.LOAD_DURATION, "le", part="_bucket"),
     )
@@ -67,10 +66,9 @@ def _speed() -> Panel:
     return lines(
         "Throughput of a load by connector (mean)",
         About(
-            "Bytes of successful loads divided by the time they took.",
-            "Falling while loads get slower: the link or store is slower. Unchanged: the loads are larger.",
-            "Compare with the bandwidth of the link or store, and with the other connectors.",
-            "Loads that run at the same time share the link: together they may be faster than this.",
+            "Bytes of successful loads divided by the time that they took, by connector.",
+            "If it falls while loads get slower, compare it with the bandwidth of the link or store; if not, the "
+            "loads are larger.",
         ),
         of_connector(questions.load_speed("connector")),
         unit="Bps",
@@ -82,10 +80,7 @@ def _of_request() -> Panel:
         "Spans of a request",
         About(
             "Spans of the requests whose id contains the text in the box 'Request id' above, the longest first.",
-            "kv.lookup shows the offers, kv.load the loaded tokens and the duration.",
-            "Click a name for the whole trace of the request, on this board or in Explore.",
-            "If the box is empty, these are spans of any request. Only requests that were sampled, slow or failed "
-            "have spans.",
+            "Click a name for the whole trace; only requests that were sampled, slow or failed have spans.",
         ),
         f'{{ {attribute(names.GEN_AI_REQUEST)} =~ ".*${{{REQUEST}}}.*" }}',
         {
@@ -108,9 +103,8 @@ def _slow_loads() -> Panel:
         "Slow loads",
         About(
             "Loads that took longer than slow_load_ms, as spans.",
-            "Rank skew close to the duration: one rank was slow, shown in the column Slowest rank.",
-            "Click a name for its trace, on this board or in Explore: kv.load.rank shows each rank.",
-            "Slow loads are always exported, other loads only if sampled: use metrics for counts.",
+            "Click a name for its trace; if the rank skew is close to the duration, look at the machine of the "
+            "slowest rank.",
         ),
         f'{{ {select_span(names.LOAD)} && {attribute(names.REASON)} = "{Reason.SLOW}" }}',
         {
@@ -132,10 +126,8 @@ def _trace() -> Panel:
     return trace(
         "Trace of the chosen span",
         About(
-            "The trace whose id is in the box 'Trace id' above. It shows the spans of one request: vLLM's and kvobs's.",
-            "kv.lookup shows the offers, kv.load how long the load took, kv.load.rank which rank finished last.",
-            "Click a span's name in a table above and choose 'Show the trace on this board', or paste an id above.",
-            "Until a trace is chosen, Grafana may show this panel as loading, or an error about the missing id.",
+            "The spans of one request, vLLM's and kvobs's, whose trace id is in the box 'Trace id' above.",
+            "Click a span's name in a table above and choose 'Show the trace on this board', or paste an id.",
         ),
         TRACE,
     )
@@ -145,10 +137,8 @@ def _failed_loads() -> Panel:
     return spans(
         "Failed loads",
         About(
-            "Loads that failed, as spans.",
-            "Recomputed tokens are the cost of the failure.",
-            "Click a name for its trace; see the exception in 'Slow and failed calls' to the right.",
-            "A failed load is not necessarily a failed request.",
+            "Loads that failed, as spans, and how many tokens were recomputed for each.",
+            "Click a name for its trace, and see the exception in 'Slow and failed calls' to the right.",
         ),
         f"{{ {select_span(names.LOAD)} && status = error }}",
         {
@@ -165,10 +155,8 @@ def _slow_calls() -> Panel:
     return spans(
         "Slow and failed calls",
         About(
-            "Calls into connectors that took longer than slow_call_ms, or raised.",
-            "Rank is the worker's rank; calls in the scheduler have none.",
-            "Click a name for its trace, or check the log at the same time.",
-            "Calls that belong to no request have their own traces.",
+            "Calls into connectors that took longer than slow_call_ms, or raised; calls in the scheduler have no rank.",
+            "Click a name for its trace, or read vLLM's log at the same time.",
         ),
         f'{{ {select_span(names.CALL)} && {attribute(names.REASON)} =~ "{Reason.SLOW}|{Reason.ERROR}" }}',
         {

@@ -21,6 +21,8 @@ Board = dict[str, Any]
 Panel = dict[str, Any]
 RATE_INTERVAL = "7m13s"  # no interval that anybody would write
 MOST_QUERIES = 36
+TWO_SENTENCES = re.compile(r"(?:(?![.!?]\s).)+\. (?:(?![.!?]\s).)+\.")
+LONGEST_HELP = 300
 UNITS = {value for name, value in vars(units).items() if name[0].isupper() and isinstance(value, str)}
 WITH_UNITS = {"stat", "timeseries", "table", "gauge", "bargauge", "heatmap", "state-timeline"}
 SUFFIXES = {Kind.HISTOGRAM: ("_bucket", "_sum", "_count"), Kind.COUNTER: ("",), Kind.GAUGE: ("",)}
@@ -189,6 +191,16 @@ def legends(board: Board) -> list[str]:
     return wrong
 
 
+def helps(board: Board) -> list[str]:
+    """Every panel has a help of two whole sentences, what it shows and what to do, in one tooltip's length."""
+    wrong = []
+    for panel in panels(board):
+        text = panel.get("description", "").partition("\n\nMetrics: ")[0]
+        if not TWO_SENTENCES.fullmatch(text) or len(text) > LONGEST_HELP:
+            wrong.append(f"{panel['title']}: {text}")
+    return wrong
+
+
 def bounded(board: Board) -> list[str]:
     wrong = []
     for panel in series(board):
@@ -249,6 +261,7 @@ def titles(board: Board) -> list[str]:
 CHECKS: dict[str, Callable[[Board], list[str]]] = {
     check.__name__: check
     for check in (
-        ids, sources, selections, first_load, registered, panel_units, legends, titles, bounded, traceql, trace_links
+        ids, sources, selections, first_load, registered, panel_units, legends, titles, helps, bounded, traceql,
+        trace_links,
     )
 }  # fmt: skip

@@ -52,6 +52,7 @@ SPOILED: dict[str, Spoil] = {
     "panel_units": lambda board: series(board)[0]["fieldConfig"]["defaults"].update(unit="seconds"),
     "legends": lambda board: series(board)[0]["targets"][0].update(legendFormat="{{index}}"),
     "titles": lambda board: series(board)[0].update(title="p99 " * 40),
+    "helps": lambda board: series(board)[0].update(description="It shows loads.\n\nMetrics: `a`"),
     "bounded": expr(
         "topk(10, ", "topk(100, ", lambda board: next(p for p in series(board) if "topk(10" in str(p["targets"][:1]))
     ),
@@ -60,6 +61,10 @@ SPOILED: dict[str, Spoil] = {
 }
 
 MORE = [
+    ("helps", lambda board: series(board)[0].pop("description")),
+    ("helps", lambda board: series(board)[0].update(description="It shows loads. See traces. Zero is normal.")),
+    ("helps", lambda board: series(board)[0].update(description="It shows loads. See traces")),
+    ("helps", lambda board: series(board)[0].update(description=f"It shows loads{' and loads' * 40}. See traces.")),
     ("panel_units", lambda board: series(board)[0]["targets"].clear()),
     ("registered", expr("kvobs_lookups_total{", '{__name__=~"kvobs_lookups_.*",')),
     ("traceql", expr('name =~ "kv.load .+"', 'name =~ "kv.lode .+"', table)),

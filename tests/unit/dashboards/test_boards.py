@@ -80,7 +80,7 @@ def test_an_id_is_of_its_panel_whatever_stands_before_it() -> None:
 
 
 def test_a_line_that_is_not_full_is_refused() -> None:
-    panel = lines("a", About("", "", "", ""), unit="s")
+    panel = lines("a", About("", ""), unit="s")
     with pytest.raises(ValueError, match="Use: a line of panels is 20 columns wide, not 24"):
         frame.classic(frame.Board("x", "x", "x", [frame.Section("Use", [(8, [(12, panel), (8, panel)])])]))
 
