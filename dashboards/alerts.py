@@ -7,7 +7,7 @@ from typing import Any
 
 from dashboards.connector_alerts import CONNECTORS
 from dashboards.incident_alerts import INCIDENTS
-from dashboards.rules import INTERVAL, RECORDINGS, SOON, Severity, to_yaml
+from dashboards.rules import INTERVAL, RECORDINGS, SOON, SOON_RECORDINGS, Severity, to_yaml
 from dashboards.site import Site, fill
 from dashboards.telemetry_alerts import TELEMETRY
 
@@ -17,13 +17,16 @@ ALERTS = tuple(sorted((*INCIDENTS, *CONNECTORS, *TELEMETRY), key=lambda alert: l
 
 def rule_groups(site: Site | None = None) -> dict[str, Any]:
     """Return the content of a rule file, and of a PrometheusRule's spec: of a site, or of a template."""
-    recordings = [{"record": name, "expr": cleandoc(expr)} for name, expr in RECORDINGS.items()]
+    recordings, soon = (
+        [{"record": name, "expr": cleandoc(expr)} for name, expr in rules.items()]
+        for rules in (RECORDINGS, SOON_RECORDINGS)
+    )
     incidents = [alert.as_dict() for alert in INCIDENTS]
     others = [alert.as_dict() for alert in ALERTS if alert not in INCIDENTS]
     groups = {
         "groups": [
             {"name": "kvobs.recording", "interval": INTERVAL, "rules": recordings},
-            {"name": "kvobs.incidents", "interval": SOON, "rules": incidents},
+            {"name": "kvobs.incidents", "interval": SOON, "rules": [*soon, *incidents]},
             {"name": "kvobs.alerts", "interval": INTERVAL, "rules": others},
         ]
     }

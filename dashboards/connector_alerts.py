@@ -15,29 +15,11 @@ CONNECTORS = (
         name="KvobsEnginesFailingRequests",
         severity=Severity.CRITICAL,
         about=FLEET,
-        # Each engine once, also if several replicas of a Prometheus have it; among those that load: an idle one, or a
-        # prefill engine of a pair, can't fail. No least number of failures: on three engines for five minutes there are
-        # six.
+        # No least number of failures: on three engines for five minutes there are six.
         expr="""
-            count by (__cluster__, job, connector) (
-              group by (__cluster__, job, connector, instance, model_name, engine) (
-                connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
-                and ignoring (index, class, role, load_policy, failure_policy)
-                  last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
-              )
-            )
-            / count by (__cluster__, job, connector) (
-              group by (__cluster__, job, connector, instance, model_name, engine) (
-                sum without (mode, outcome) (rate(kvobs_loads_total{outcome=~"ok|failed"}[5m])) > 0
-              )
-            ) > __failing_engines__
-            and count by (__cluster__, job, connector) (
-              group by (__cluster__, job, connector, instance, model_name, engine) (
-                connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
-                and ignoring (index, class, role, load_policy, failure_policy)
-                  last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
-              )
-            ) >= __few_failing_engines__
+            job_connector:kvobs_failed_loads:fail_engines_rate5m / job_connector:kvobs_loads:engines_rate5m
+              > __failing_engines__
+            and job_connector:kvobs_failed_loads:fail_engines_rate5m >= __few_failing_engines__
         """,
         hold="5m",
         keep="5m",
@@ -55,12 +37,9 @@ CONNECTORS = (
         severity=Severity.CRITICAL,
         about=CONNECTOR,
         board="kvobs-connector",
-        # The policy is the last one that was seen: a missed scrape has none.
         expr="""
-            last_over_time(connector:kvobs_failing_loads:ratio_rate5m[10m])
-            and count_over_time(connector:kvobs_failing_loads:ratio_rate5m[10m:30s]) > 10
-            and ignoring (index, class, role, load_policy, failure_policy)
-              last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
+            connector:kvobs_failing_loads:lasting10m
+            and connector:kvobs_connector_info:fail_last2m
             and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
         hold="0m",
@@ -162,25 +141,9 @@ CONNECTORS = (
         severity=Severity.WARNING,
         about=FLEET,
         expr="""
-            count by (__cluster__, job, connector) (
-              group by (__cluster__, job, connector, instance, model_name, engine) (
-                connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
-                unless ignoring (index, class, role, load_policy, failure_policy)
-                  last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
-              )
-            )
-            / count by (__cluster__, job, connector) (
-              group by (__cluster__, job, connector, instance, model_name, engine) (
-                sum without (mode, outcome) (rate(kvobs_loads_total{outcome=~"ok|failed"}[5m])) > 0
-              )
-            ) > __failing_engines__
-            and count by (__cluster__, job, connector) (
-              group by (__cluster__, job, connector, instance, model_name, engine) (
-                connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
-                unless ignoring (index, class, role, load_policy, failure_policy)
-                  last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
-              )
-            ) >= __few_failing_engines__
+            job_connector:kvobs_failed_loads:recompute_engines_rate5m / job_connector:kvobs_loads:engines_rate5m
+              > __failing_engines__
+            and job_connector:kvobs_failed_loads:recompute_engines_rate5m >= __few_failing_engines__
         """,
         hold="5m",
         keep="5m",
@@ -198,12 +161,9 @@ CONNECTORS = (
         severity=Severity.WARNING,
         about=CONNECTOR,
         board="kvobs-connector",
-        # The policy is the last one that was seen: a missed scrape has none.
         expr="""
-            last_over_time(connector:kvobs_failing_loads:ratio_rate5m[10m])
-            and count_over_time(connector:kvobs_failing_loads:ratio_rate5m[10m:30s]) > 10
-            unless ignoring (index, class, role, load_policy, failure_policy)
-              last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
+            connector:kvobs_failing_loads:lasting10m
+            unless connector:kvobs_connector_info:fail_last2m
             and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
         hold="0m",
@@ -382,10 +342,9 @@ CONNECTORS = (
               ) * last_over_time(kvobs_link_bytes_per_second[5m]) > 0
             ) < __link_share__
             and increase(kvobs_load_bytes_total[15m])
-              / (sum without (mode, outcome) (increase(kvobs_loads_total{mode="async",outcome="ok"}[15m])) > 0)
+              / (connector:kvobs_loads:async_increase15m > 0)
               > 0.1 * __link_share__ * last_over_time(kvobs_link_bytes_per_second[5m])
-            and sum without (mode, outcome) (increase(kvobs_loads_total{mode="async",outcome="ok"}[15m]))
-              >= __few_transfers__
+            and connector:kvobs_loads:async_increase15m >= __few_transfers__
             and ignoring (connector) engine:kvobs_start_time_seconds:same10m
             unless ignoring (connector) engine:kvobs_scheduler_seconds:late_rate2m
         """,
@@ -452,9 +411,8 @@ CONNECTORS = (
         board="kvobs-connector",
         expr="""
             increase(kvobs_loads_slower_than_computing_total[5m])
-            / (sum without (mode, outcome) (increase(kvobs_loads_total{outcome=~"ok|failed"}[5m])) > 0)
-              > __slower_share__
-            and sum without (mode, outcome) (increase(kvobs_loads_total{outcome=~"ok|failed"}[5m])) >= __few_loads__
+            / (connector:kvobs_loads:increase5m > 0) > __slower_share__
+            and connector:kvobs_loads:increase5m >= __few_loads__
             and ignoring (connector) engine:kvobs_start_time_seconds:same5m
         """,
         hold="30m",

@@ -44,9 +44,7 @@ INCIDENTS = (
         # The second part reads vLLM's metrics, without the connector, from another target on the same host. It also
         # looks back 90 s, because two minutes are not over where the first sample is younger.
         expr="""
-            kvobs_oldest_in_flight_seconds{kind="awaiting_schedule"} > __load_age_s__
-            unless ignoring (connector, kind)
-              kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s
+            connector_kind:kvobs_oldest_in_flight_seconds:idle90s
             or (
               label_replace(
                 group without (version, vllm_version, native) (kvobs_build_info),
@@ -59,11 +57,7 @@ INCIDENTS = (
                 unless ignoring (stage) max_over_time({__name__=~"vllm[:_]num_requests_running"}[2m]) > 0,
                 "host", "$1", "instance", "(.+?)(:[0-9]+)?"
               )
-              unless ignoring (host, connector, kind) (
-                kvobs_oldest_in_flight_seconds{kind="awaiting_schedule"} > __load_age_s__
-                unless ignoring (connector, kind)
-                  kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s
-              )
+              unless ignoring (host, connector, kind) connector_kind:kvobs_oldest_in_flight_seconds:idle90s
             )
         """,
         hold="0m",
@@ -99,18 +93,14 @@ INCIDENTS = (
             (
               sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[90s]))
               and ignoring (connector) engine:kvobs_start_time_seconds:same2m
-              or sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[5m]))
+              or connector:kvobs_call_duration_seconds:scheduler_rate5m
               and ignoring (connector) engine:kvobs_start_time_seconds:same5m
             ) > __blocked_share__
             unless (
-              sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[5m]))
+              connector:kvobs_call_duration_seconds:scheduler_rate5m
               / (sum without (hook) (rate(kvobs_call_duration_seconds_count{{hook=~"{SCHEDULER_CALLS}"}}[5m])) > 0)
               < {POLL_S}
-              and ignoring (connector, kind) (
-                kvobs_in_flight{{kind=~"lookup|load|awaiting_schedule"}} > 0
-                unless ignoring (connector, kind)
-                  kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s
-              )
+              and ignoring (connector) engine:kvobs_in_flight:idle90s
             )
         """,
         hold="0m",

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from dashboards.promql import SCHEDULER_CALLS
+from dashboards.promql import SCHEDULER_CALLS, WAITS
 from kvobs.schema.percentiles import middle_promql
 from kvobs.schema.verdicts import POLL_S
 
@@ -77,6 +77,22 @@ class Alert:
         }
 
 
+SOON_RECORDINGS = {
+    # Evaluated with the alerts about engines that make no progress, and before them, so that these see what is now.
+    # Engines whose scheduler has computed something.
+    "engine:kvobs_step_seconds:changed90s": "kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s",
+    # Requests wait, and nothing was computed.
+    "engine:kvobs_in_flight:idle90s": f"""
+        max without (connector, kind) (kvobs_in_flight{{kind=~"{WAITS}"}} > 0)
+        unless engine:kvobs_step_seconds:changed90s
+    """,
+    "connector_kind:kvobs_oldest_in_flight_seconds:idle90s": """
+        kvobs_oldest_in_flight_seconds{kind="awaiting_schedule"} > __load_age_s__
+        unless ignoring (connector, kind) engine:kvobs_step_seconds:changed90s
+    """,
+}
+"""The same as ``RECORDINGS``, as often as the alerts about engines that make no progress."""
+
 RECORDINGS = {
     # Engines that have been the same for so long, or since they are known; a missed scrape, or an exporter that starts
     # again, does not end them. What a query with such a window, or a longer one, finds is of no engine before them.
@@ -88,6 +104,12 @@ RECORDINGS = {
     """,
     "engine:kvobs_start_time_seconds:same10m": """
         last_over_time(kvobs_start_time_seconds[90s]) == min_over_time(kvobs_start_time_seconds[10m])
+    """,
+    # Connectors of engines where a failed load fails its request: as last seen, since a missed scrape has none.
+    "connector:kvobs_connector_info:fail_last2m": """
+        max without (index, class, role, load_policy, failure_policy) (
+          last_over_time(kvobs_connector_info{failure_policy="fail"}[2m])
+        )
     """,
     "connector_outcome:kvobs_lookups:rate5m": "rate(kvobs_lookups_total[5m])",
     "connector_outcome:kvobs_loads:rate5m": "sum without (mode) (rate(kvobs_loads_total[5m]))",
@@ -143,6 +165,41 @@ RECORDINGS = {
           / sum without (outcome) (connector_outcome:kvobs_loads:increase2h{outcome=~"ok|failed"})
         ) == 1
     """,
+    "connector:kvobs_failing_loads:lasting10m": """
+        last_over_time(connector:kvobs_failing_loads:ratio_rate5m[10m])
+        and count_over_time(connector:kvobs_failing_loads:ratio_rate5m[10m:30s]) > 10
+    """,
+    # Of a job, in each cluster: engines whose loads fail their requests, others whose loads fail, all that load. Each
+    # engine once, also if several replicas of a Prometheus have it; an idle one, or a prefill engine, can't fail.
+    "job_connector:kvobs_failed_loads:fail_engines_rate5m": """
+        count by (__cluster__, job, connector) (
+          group by (__cluster__, job, connector, instance, model_name, engine) (
+            connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
+            and connector:kvobs_connector_info:fail_last2m
+          )
+        )
+    """,
+    "job_connector:kvobs_failed_loads:recompute_engines_rate5m": """
+        count by (__cluster__, job, connector) (
+          group by (__cluster__, job, connector, instance, model_name, engine) (
+            connector:kvobs_failed_loads:ratio_rate5m > __failed_share__
+            unless connector:kvobs_connector_info:fail_last2m
+          )
+        )
+    """,
+    "job_connector:kvobs_loads:engines_rate5m": """
+        count by (__cluster__, job, connector) (
+          group by (__cluster__, job, connector, instance, model_name, engine) (
+            sum without (outcome) (connector_outcome:kvobs_loads:rate5m{outcome=~"ok|failed"}) > 0
+          )
+        )
+    """,
+    "connector:kvobs_loads:increase5m": """
+        sum without (mode, outcome) (increase(kvobs_loads_total{outcome=~"ok|failed"}[5m]))
+    """,
+    "connector:kvobs_loads:async_increase15m": """
+        sum without (mode, outcome) (increase(kvobs_loads_total{mode="async",outcome="ok"}[15m]))
+    """,
     "connector:kvobs_call_errors:rate5m": "sum without (hook, error_type) (rate(kvobs_call_errors_total[5m]))",
     "connector_mode:kvobs_load_duration_seconds:p99_rate5m": middle_promql(
         "histogram_quantile(0.99, rate(kvobs_load_duration_seconds_bucket[5m]))"
@@ -156,6 +213,9 @@ RECORDINGS = {
         sum without (reason) (rate(kvobs_unused_hit_tokens_total{reason="other_chosen"}[5m]))
         / (rate(kvobs_offered_tokens_total[5m]) > 0)
     """,
+    "connector:kvobs_call_duration_seconds:scheduler_rate5m": f"""
+        sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[5m]))
+    """,
     # Quick calls on engines that compute nothing while requests wait are polling.
     "connector:kvobs_scheduler_seconds:rate2m": f"""
         sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[2m]))
@@ -164,11 +224,7 @@ RECORDINGS = {
           sum without (hook) (rate(kvobs_call_duration_seconds_sum{{hook=~"{SCHEDULER_CALLS}"}}[2m]))
           / (sum without (hook) (rate(kvobs_call_duration_seconds_count{{hook=~"{SCHEDULER_CALLS}"}}[2m])) > 0)
           < {POLL_S}
-          and ignoring (connector, kind) (
-            kvobs_in_flight{{kind=~"lookup|load|awaiting_schedule"}} > 0
-            unless ignoring (connector, kind)
-              kvobs_step_seconds_total != kvobs_step_seconds_total offset 90s
-          )
+          and ignoring (connector) engine:kvobs_in_flight:idle90s
         )
     """,
     # Engines all of whose loads are late, because a connector blocks the scheduler, or its calls there are slow.
@@ -254,9 +310,20 @@ RECORDINGS = {
         )
     """,
     "engine:kvobs_overhead_seconds:rate5m": "sum without (stage) (rate(kvobs_overhead_seconds_total[5m]))",
+    "engine:kvobs_overhead_seconds:record_rate5m": """
+        sum without (stage) (rate(kvobs_overhead_seconds_total{stage="record"}[5m]))
+    """,
+    # The ranks that were last at some time: not more than the engine has.
+    "engine:kvobs_slowest_rank:count": "count without (rank) (group without (connector) (kvobs_slowest_rank_total))",
     "engine:kvobs_spans_dropped:rate5m": "sum without (where) (rate(kvobs_spans_dropped_total[5m]))",
 }
-"""The queries of the recording rules, by names of the form level:metric:operation."""
+"""The queries of the recording rules, by names of the form level:metric:operation.
+
+What alerts ask more than once is a rule, with one exception: an engine's age in fifteen minutes. Alerts on rare events
+ask for it at several times of the past, and a rule that is half a minute late would count events of the engine before.
+Panels ask for raw metrics and not for these: boards also work where rules are not loaded, and their windows follow the
+chosen time.
+"""
 
 HEADER = "# Made by `python -m dashboards`; change what makes it.\n"
 

@@ -101,19 +101,19 @@ TELEMETRY = (
         name="KvobsTelemetryCost",
         severity=Severity.INFO,
         about=ENGINE,
-        # Divided by the ranks that were last at some time: not more than the engine has. A host without EngineCore does
-        # not know them: there by the most of the engines with this model and number.
+        # Divided by the ranks. A host without EngineCore does not know them: there by the most of the engines with this
+        # model and number.
         expr="""
             (
-              sum without (stage) (rate(kvobs_overhead_seconds_total{stage="record"}[5m]))
-              / count without (rank) (group without (connector) (kvobs_slowest_rank_total))
-              or sum without (stage) (rate(kvobs_overhead_seconds_total{stage="record"}[5m]))
+              engine:kvobs_overhead_seconds:record_rate5m
+              / engine:kvobs_slowest_rank:count
+              or engine:kvobs_overhead_seconds:record_rate5m
               and kvobs_local_cache_tokens
-              or sum without (stage) (rate(kvobs_overhead_seconds_total{stage="record"}[5m]))
+              or engine:kvobs_overhead_seconds:record_rate5m
               / on (__cluster__, job, model_name, engine) group_left () max by (__cluster__, job, model_name, engine) (
-                count without (rank) (group without (connector) (kvobs_slowest_rank_total))
+                engine:kvobs_slowest_rank:count
               )
-              or sum without (stage) (rate(kvobs_overhead_seconds_total{stage="record"}[5m]))
+              or engine:kvobs_overhead_seconds:record_rate5m
             ) > __self_share__
             and engine:kvobs_start_time_seconds:same5m
             or sum without (stage) (rate(kvobs_overhead_seconds_total{stage="export"}[5m])) > __self_share__

@@ -170,21 +170,22 @@ def passes(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: 
 
 def run(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str = "") -> Any:
     """Run promtool with the alert of this name only, if there is one, and the rules that it reads: it is quicker."""
-    recording, *alerting = rule_groups(Site())["groups"]
+    groups = rule_groups(Site())["groups"]
     if name:
-        for group in alerting:
-            group["rules"] = [rule for rule in group["rules"] if rule["alert"] == name]
-        (alert,) = [rule for group in alerting for rule in group["rules"]]
-        recording["rules"] = read_by(alert["expr"], recording["rules"])
+        rules = [rule for group in groups for rule in group["rules"]]
+        (alert,) = [rule for rule in rules if rule.get("alert") == name]
+        wanted = [alert, *read_by(alert["expr"], [rule for rule in rules if "record" in rule])]
+        for group in groups:
+            group["rules"] = [rule for rule in group["rules"] if rule in wanted]
         if before := SCENES[name].day_before:
             tests, interval = [a_day_later(before, one) for one in tests], interval or "5m"  # a day has many minutes
     # JSON is YAML, and written in a tenth of the time.
-    (folder / "rules.json").write_text(json.dumps({"groups": [recording, *alerting]}))
+    (folder / "rules.json").write_text(json.dumps({"groups": groups}))
     content = {
         "rule_files": ["rules.json"],
         "evaluation_interval": interval or "1m",
         # Else any: alerts would see this step, or the last.
-        "group_eval_order": ["kvobs.recording", "kvobs.incidents", "kvobs.alerts"],
+        "group_eval_order": [group["name"] for group in groups],
         "tests": tests,
     }
     (folder / "tests.json").write_text(json.dumps(content))
@@ -192,10 +193,11 @@ def run(tests: list[dict[str, Any]], folder: Path, name: str = "", interval: str
 
 
 def read_by(expr: str, recording: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the recording rules that a query reads, and those that they read: each comes after what it reads."""
-    read = []
-    for rule in reversed(recording):
-        if rule["record"] in expr:
-            read.append(rule)
-            expr += rule["expr"]
-    return read[::-1]
+    """Return the recording rules that a query reads, and the ones that these read."""
+    read: list[dict[str, str]] = []
+    queries = [expr]
+    for query in queries:
+        new = [rule for rule in recording if rule["record"] in query and rule not in read]
+        read += new
+        queries += [rule["expr"] for rule in new]
+    return read

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -107,8 +109,45 @@ def test_recorded_names_say_level_metric_and_operation() -> None:
         level, metric, operation = record.split(":")
         assert metric in known | {"kvobs_load_seconds_per_token", "kvobs_scheduler_seconds", *(
             f"kvobs_{which}_loads" for which in ("failed", "failing", "slow", "slowed"))}  # fmt: skip
-        assert re.fullmatch(r"((ratio|p50|p99|median|mean|late)_)?rate\d+m|increase\d+[mh]|same\d+m", operation)
-        assert level.split("_")[0] in {"connector", "engine"}
+        assert re.fullmatch(
+            r"((ratio|p50|p99|median|mean|late|record|scheduler|(?:(?:fail|recompute)_)?engines)_)?rate\d+m"
+            r"|(async_)?increase\d+[mh]|(same|lasting|fail_last)\d+m|(changed|idle)\d+s|count",
+            operation,
+        )
+        assert level.split("_")[0] in {"connector", "engine", "job"}
+
+
+LONG = 75
+ALLOWED_TWICE = {
+    "kvobs_start_time_seconds > time() - 900 or kvobs_start_time_seconds > min_over_time(kvobs_start_time_seconds[15m])"
+}
+"""Asked for at times of the past: see ``rules.RECORDINGS``."""
+
+
+def vectors(node: promql_parser.Expr) -> Iterator[str]:
+    """Yield a query and each vector within it, in one form."""
+    yield " ".join(node.prettify().split())
+    inside = [getattr(node, name, None) for name in ("expr", "lhs", "rhs", "vector_selector", "param")]
+    for each in (*inside, *getattr(node, "args", ())):
+        if isinstance(each, promql_parser.Expr):
+            yield from vectors(each)
+
+
+def repeated(queries: Iterable[str]) -> set[str]:
+    """Return the long vectors that these queries ask for more than once."""
+    asked = Counter(vector for query in queries for vector in vectors(promql_parser.parse(query)))
+    return {vector for vector, times in asked.items() if times > 1 and len(vector) >= LONG}
+
+
+def test_what_alerts_ask_more_than_once_is_a_recording_rule() -> None:
+    assert repeated(rule["expr"] for rule in RULE_OF.values()) == ALLOWED_TWICE
+
+
+def test_a_vector_that_is_repeated_is_found() -> None:
+    long = 'sum without (mode, outcome) (increase(kvobs_loads_total{mode="async",outcome="ok"}[15m]))'
+    assert repeated([f"{long} > 1 and {long.replace('(mode, outcome)', '( mode,  outcome )')} < 2"]) == {long}
+    assert repeated([f"{long} > 1", f"{long} > 2"]) == {long}
+    assert repeated([f"{long} > 1", f"{long.replace('15m', '5m')} > 1"]) == set()
 
 
 def test_expressions_ask_for_what_exists() -> None:
@@ -155,7 +194,8 @@ def test_a_label_that_is_forgotten_is_found() -> None:
 def labels_of(metric: str | None) -> set[str]:
     """Return the labels of a metric; one of vLLM's is selected by a pattern, without a name."""
     if metric in RECORDED:
-        return {*ENGINE, *str(metric).partition(":")[0].split("_")}
+        level = str(metric).partition(":")[0].split("_")
+        return {*(JOB if level[0] == "job" else ENGINE), *level}
     others = {
         None: {*ENGINE, "operation", "stage", "status"},
         "up": {*TARGET},
