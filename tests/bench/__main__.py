@@ -1,6 +1,7 @@
 """``make bench``: what kvobs costs, against budgets; exit status 1 when one is missed by more than the noise.
 
-A run of all parts writes its table into ``docs/performance.md``, and draws the picture there.
+A run of all parts writes its tables into ``docs/performance.md``, and draws the picture there; with ``--publish`` a run
+of some parts replaces theirs.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from tests.bench import (
     tracing,
     verify,
 )
-from tests.bench.report import Part, Verdict, markdown, table
+from tests.bench.report import Part, Verdict, markdown, merged, table
 
 
 def main() -> int:
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=about)
     usual = ", ".join(f"{part.ROUNDS} of {part.__name__.rpartition('.')[2]}" for part in (gain, endtoend, exporter))
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds of the parts on real engines ({usual})")
+    parser.add_argument("--publish", action="store_true", help="write the tables of these parts into the page")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(measures | on_request):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
@@ -67,15 +69,20 @@ def main() -> int:
     finally:  # a part that fails must not take the others' numbers with it
         if parts:
             console.print(table(parts))
+    published = pages.FOLDER / "performance.md"
     if is_whole(options):
-        pages.write(pages.FOLDER / "performance.md", "bench", markdown(parts))
+        pages.write(published, "bench", markdown(parts))
+    elif options.publish:
+        text = published.read_text(encoding="utf-8")
+        pages.write(published, "bench", merged(text[pages.measured(text, "bench")], parts))
+    if is_whole(options) or options.publish:
         picture.draw()
-        console.print("The table is in docs/performance.md, too, and the picture shows it.")
+        console.print("The tables are in docs/performance.md, and the picture shows them.")
     return 1 if any(line.verdict is Verdict.MISSED for part in parts for line in part.lines) else 0
 
 
 def is_whole(options: argparse.Namespace) -> bool:
-    """Return whether all parts run, with as many rounds as usual: only such a run is published."""
+    """Return whether all parts run, with as many rounds as usual: such a run is published."""
     return not options.parts and options.rounds is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,17 @@ def markdown(parts: Iterable[Part]) -> str:
         for part in parts
     )
     return "\n\n".join(tables)
+
+
+def merged(published: str, parts: Iterable[Part]) -> str:
+    """Return what is published with the parts of a later run in the place of those with the same titles."""
+    tables = {_title(text): text for text in re.split(r"(?m)^(?=\*\*)", published) if text.strip()}
+    tables |= {_title(text): text for part in parts for text in [markdown([part])]}
+    return "\n\n".join(text.strip() for text in tables.values())
+
+
+def _title(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def row(line: Line) -> tuple[str | Text, ...]:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tests.bench.__main__ import is_whole
 from tests.bench.endtoend import CONFIGS, VERIFY, Turn, in_turn, lines, noise, prompts
-from tests.bench.report import Budget, Line, Part, Verdict, markdown, number, table
+from tests.bench.report import Budget, Line, Part, Verdict, markdown, merged, number, table
 
 
 def line(*values: float, title: str = "a hook", unit: str = "ns", **more: Any) -> Line:
@@ -86,6 +86,13 @@ def test_the_published_table_is_the_printed_one() -> None:
         "| a hook |  | 90.0 ns | 90.0 | 90.0 to 90.0 | ≥ 80.0 | ok |",
     ]
     assert "| bytes |  | 812 B | 812 | 812 to 812 | ≤ 1,024 | ok |" in page
+
+
+def test_a_later_run_replaces_its_parts_only() -> None:
+    calls, page = PARTS
+    later = Part(page.title, [line(900, unit="B", title="bytes")])
+    assert merged(markdown(PARTS), [later]) == markdown([calls, later])
+    assert merged(markdown(PARTS), [Part("New", page.lines)]) == markdown([calls, page, Part("New", page.lines)])
 
 
 def test_only_a_whole_run_is_published() -> None:

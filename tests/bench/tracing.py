@@ -106,6 +106,7 @@ class Engine(Rig):
             options = {"names": list(NAMES), "tracing": {"level": level}}
             super().__init__("kvobs", connectors=entries(CONNECTORS), kvobs=options, ranks=RANKS)
         for worker in self.workers:
+            worker._bind_again(begins=True)  # as the first step does
             worker.wait_for_layer_load = forward(worker)
         self.worked: list[int] = []
         self.steps = self.sent = self.dropped = 0

@@ -1,6 +1,5 @@
 """Whose load a block is: over several steps, for one KV cache group and for several."""
 
-
 import pytest
 
 from kvobs.routing.metadata import LoadOrder, Orders
