@@ -6,7 +6,7 @@ from docs.house import PACKAGE, floors, for_operators, measures, purpose
 def test_rooms_have_floors_and_a_purpose() -> None:
     rooms = [room for floor in floors() for room in floor]
     assert rooms[0] in {"clock", "log", "vllm_api", "state"}
-    assert rooms[-1] == "testing"
+    assert rooms[-1] == "demo"
     assert purpose("cli").startswith("Implement the command `kvobs`: ")
     assert [room for room in rooms if not purpose(room).endswith(".")] == []
 

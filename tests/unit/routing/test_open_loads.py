@@ -6,7 +6,7 @@ from kvobs.routing.metadata import LoadOrder, Orders
 from kvobs.routing.open_loads import OpenLoads
 from kvobs.state.transfers import ReportKind
 
-ASYNC, SYNC = LoadOrder(0, True, [(1, 2), (3,)]), LoadOrder(1, False, [(4, 5)])
+ASYNC, SYNC = LoadOrder(0, True, ((1, 2), (3,))), LoadOrder(1, False, ((4, 5),))
 
 
 def loads(*, ids_are_unique: bool = True, names_failed: bool = True, **ordered: LoadOrder) -> OpenLoads:
