@@ -14,8 +14,10 @@ from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
+from unittest.mock import patch
 
 from docs.pages import table
+from kvobs.export import listening
 from kvobs.schema.findings import Kind, Level
 from kvobs.schema.kinds import KINDS, MODEL
 
@@ -59,8 +61,9 @@ def table_of(*names: str) -> str:
 
 def _example(kind: Kind) -> tuple[str, str]:
     """Return what is reported of the wrong example of a kind, and its fix; of one without an example their patterns."""
-    found = (each[2:] for each in of_example(kind.wrong) if each[1] == kind.name)
-    return next(found, (kind.says, kind.fix))
+    with patch.object(listening, "listen"):  # the page does not depend on the ports of this machine
+        found = (each[2:] for each in of_example(kind.wrong) if each[1] == kind.name)
+        return next(found, (kind.says, kind.fix))
 
 
 def _short(text: str) -> str:
