@@ -153,14 +153,14 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "a load that ended before its request's end leaves an orphan",
-        f"{ROUTING}/worker.py",
+        f"{ROUTING}/open_loads.py",
         "            self._orphaned.discard(request)\n",
         "",
         f"{UNIT}/routing/test_worker.py",
     ),
     JointFault(
         "the receipt of a request's second load is taken for the first one's",
-        f"{ROUTING}/worker.py",
+        f"{ROUTING}/open_loads.py",
         "        self._returned.difference_update(orders.loads)\n",
         "",
         f"{UNIT}/routing/test_worker.py",
@@ -378,7 +378,7 @@ JOINT_FAULTS = (
     ),
     JointFault(
         "a request that has ended waits for its resume",
-        f"{TRANSFERS}/gains.py",
+        "kvobs/telemetry/estimates/gains.py",
         "        self._resuming.pop(request.request_id, None)\n",
         "        return\n",
         f"{UNIT}/telemetry/estimates/test_gains.py",
@@ -424,9 +424,9 @@ JOINT_FAULTS = (
     # strangers
     JointFault(
         "bad blocks in the load of another connector are dropped",
-        f"{ROUTING}/worker.py",
-        "            passed_on |= hit\n            if is_sync :=",
-        "            if load.connector != connector.index:\n                continue\n            passed_on |= hit\n            if is_sync :=",
+        f"{ROUTING}/open_loads.py",
+        "            found.passed_on.update(hit)\n",
+        "            if load.connector_index != index:\n                continue\n            found.passed_on.update(hit)\n",
         STRANGERS,
     ),
     JointFault(
