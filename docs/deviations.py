@@ -144,7 +144,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         differs="With several KV cache groups, bad blocks of an asynchronous load are reported as a failed load.",
         why="A block id does not identify its request there, and vLLM's error crashes the engine.",
         unasked="Bad blocks in another connector's load fail that load; blocks of no load reach vLLM, which raises.",
-        test="tests/unit/routing/test_stock_faults.py::test_w16_with_several_groups_the_load_fails_and_is_recomputed",
+        test="tests/unit/routing/test_stock_faults.py::test_w16_with_several_groups_a_failed_load_is_recomputed",
     ),
     Deviation(
         name="one-completion",
@@ -152,7 +152,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         differs="A request that ends during its asynchronous load, with saves promised, is completed once, after all.",
         why="vLLM's own class completes it twice, and the engine ends.",
         unasked="Reports of other connectors about the request do not complete it.",
-        test="tests/unit/routing/test_stock_faults.py::test_w20_an_abort_during_a_load_with_a_promised_save_completes_once",
+        test="tests/unit/routing/test_stock_faults.py::test_w20_an_abort_of_a_load_with_a_save_completes_once",
     ),
     Deviation(
         name="failed-load-not-repeated",

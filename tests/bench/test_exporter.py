@@ -52,7 +52,7 @@ def test_only_the_router_differs() -> None:
 
 
 @pytest.mark.parametrize("names", [TRACED, set(), {"kvobs"}, {*TRACED, "off"}])
-def test_an_idle_tracer_is_not_measured_nor_one_that_should_be_off(names: set[str]) -> None:
+def test_a_tracer_that_is_idle_or_should_be_off_is_not_measured(names: set[str]) -> None:
     with receiving() as (endpoint, bodies):
         exporter = OTLPSpanExporter(endpoint=endpoint, insecure=True)
         spans = [span("kvobs", name) for name in names]

@@ -123,7 +123,7 @@ def turns(*tokens_per_s: float) -> list[Turn]:
     return [Turn(rate, 1000 / rate, 2000 / rate) for rate in tokens_per_s]
 
 
-def test_kvobs_may_differ_from_stock_as_much_as_stock_does_from_stock() -> None:
+def test_kvobs_may_differ_as_much_as_two_runs_of_stock_do() -> None:
     same = turns(100, 100, 100, 100, 100)
     noisy = turns(95, 100, 105, 110, 90)
     for kvobs, verdict in ((turns(96, 99, 100, 104, 94), Verdict.MET), (turns(70, 75, 80, 70, 75), Verdict.MISSED)):

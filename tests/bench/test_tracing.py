@@ -33,7 +33,7 @@ def test_an_engine_that_did_not_trace_is_not_reported_on() -> None:
 
 
 @pytest.mark.parametrize("level", tracing.LEVELS)
-def test_the_engine_makes_50_loads_a_second_and_traces_what_its_level_says(level: tracing.Level) -> None:
+def test_fifty_loads_a_second_are_traced_as_their_level_demands(level: tracing.Level) -> None:
     engine = tracing.Engine(level)
     for _ in range(400):
         assert engine.step_ns() > 0

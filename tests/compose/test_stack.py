@@ -85,7 +85,7 @@ def left(docker: Docker) -> list[str]:
     return [line for each in lists for line in docker.run(*each.split()).split()]
 
 
-def test_the_image_of_the_demo_runs_as_a_user_and_its_health_check_fails_where_nothing_serves(docker: Docker) -> None:
+def test_the_demos_image_runs_as_a_user_and_has_a_health_check(docker: Docker) -> None:
     compose = ("compose", "--profile=cpu", "run", "--rm", "--no-deps")
     assert docker.run(*compose, "--entrypoint=whoami", VLLM).split() == ["kvobs"]
     program, *arguments = SERVICES[VLLM]["healthcheck"]["test"][1:]

@@ -67,7 +67,7 @@ def _is_locked(path: Path) -> bool:
 @FIRST
 @pytest.mark.parametrize(("router", "ranks"), [("stock", 1), ("kvobs", 1), ("kvobs", 2)])
 @pytest.mark.parametrize("order", ["copied saved", "saved copied", "copied"])
-def test_blocks_are_free_after_all_savers_though_one_rank_reports(
+def test_blocks_are_free_after_all_saves_though_one_rank_reports(
     order: str, router: str, ranks: int, *, is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = _install(monkeypatch)

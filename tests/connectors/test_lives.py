@@ -68,7 +68,7 @@ def test_loads_that_fail_are_computed_instead(names: list[str], router: str) -> 
 
 
 @pytest.mark.parametrize("router", ["stock", "kvobs"])
-def test_a_request_whose_synchronous_load_failed_loads_again_after_a_preemption(router: str) -> None:
+def test_a_failed_sync_load_is_repeated_after_a_preemption(router: str) -> None:
     """On the V1 runner LMCache V1 asserts that a resumed request begins with what it has offered."""
     with pytest.MonkeyPatch.context() as patch:
         plug = make("lmcache-v1")

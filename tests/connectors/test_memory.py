@@ -17,7 +17,7 @@ def test_a_block_is_right_for_its_own_prefix_only() -> None:
     assert not memory.is_right(3, VALUES[:BLOCK])
 
 
-def test_an_overwritten_block_is_noticed_where_it_is_read_and_makes_the_next_ones_wrong() -> None:
+def test_an_overwritten_block_is_noticed_and_spoils_later_ones() -> None:
     memory = Memory(8)
     memory.forward([3, 5], TOKENS[: 2 * BLOCK], 0)
     memory.put(5, memory.page(5) + 1)

@@ -18,7 +18,7 @@ def run(router: str, seed: int, *names: str, is_late: bool = False, fail_rate: f
 
 
 @ROUTERS
-def test_offloading_does_not_learn_of_blocks_that_a_siblings_load_fills(router: str) -> None:
+def test_offloading_never_learns_of_blocks_that_a_sibling_loads(router: str) -> None:
     late = run(router, 7, "lmcache-mp", "offloading", is_late=True)
     assert late.wrong_stores["offloading"]
     assert late.wrong_uses  # which another request then reads

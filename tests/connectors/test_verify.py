@@ -179,7 +179,7 @@ def test_the_rank_is_named() -> None:
     assert blamed(engine, 0) == {"1"}
 
 
-def test_a_block_that_was_filled_again_while_it_was_saved_is_found() -> None:
+def test_a_block_that_is_refilled_while_it_is_saved_is_found() -> None:
     """Offloading reads blocks that a sibling's load fills: a fault of vLLM's, in test_stock_faults.py."""
     with pytest.MonkeyPatch.context() as patch:
         plugs: list[Any] = [make("lmcache-mp", 7), make("offloading", 7)]

@@ -20,7 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hosts"
 
 
-def test_only_python_files_are_kept_of_vllm_and_all_of_its_extras(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_vllm_and_its_extras_only_python_files_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(target: Path, *_: Any) -> list[Path]:
         for name, files in {
             "vllm": ["vllm/__init__.py", "vllm/_C.abi3.so", "vllm/csrc/big.hpp", f"vllm-{VERSION}.dist-info/METADATA"],
@@ -41,7 +41,7 @@ def test_only_python_files_are_kept_of_vllm_and_all_of_its_extras(cache: Path, m
 
 
 @pytest.mark.parametrize("stamp", [None, "an older recipe"])
-def test_a_half_filled_or_outdated_folder_is_made_anew_and_a_complete_one_kept(
+def test_only_an_incomplete_or_outdated_folder_is_made_anew(
     stamp: str | None, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: list[str] = []
@@ -82,7 +82,7 @@ def test_version_that_can_not_be_had_is_named_with_a_way_out(
     assert not list(cache.rglob(hosts.STAMP))
 
 
-def test_the_installed_version_needs_no_folder_and_an_unknown_name_names_the_known_ones(cache: Path) -> None:
+def test_installed_vllm_needs_no_folder_and_unknown_names_fail(cache: Path) -> None:
     assert hosts.prepare([hosts.INSTALLED]) == {hosts.INSTALLED: None}
     assert not cache.exists()
     with pytest.raises(hosts.HostUnavailableError, match=r"no recipe for vLLM 0\.1\.0; known: 0\.28\.0, 0\.30\.0"):

@@ -89,12 +89,12 @@ def part(report: Report, name: str) -> Report:
     return report[name]
 
 
-def test_every_public_hook_is_in_the_table_or_listed_as_inherited(report: Report) -> None:
+def test_every_public_hook_is_in_the_table_or_inherited(report: Report) -> None:
     unknown = set(report["hooks"]) - set(HOOKS) - set(INHERITED)
     assert not unknown, f"vLLM {report['vllm']} has hooks that kvobs/vllm_api/hooks.py does not name: {sorted(unknown)}"
 
 
-def test_the_table_knows_properties_and_what_is_asked_of_the_class(report: Report) -> None:
+def test_the_table_knows_properties_and_methods_of_the_class(report: Report) -> None:
     for name, hook in report["hooks"].items():
         if name in HOOKS:
             row = HOOKS[name]
@@ -148,7 +148,7 @@ def test_every_hook_reaches_both_connectors(report: Report, routed: Report) -> N
         assert (hook in saver) != (hook in LOADER_ONLY), f"{hook} on the other connector: recorded {saver}"
 
 
-def test_a_load_is_received_and_a_promised_save_reported_once_each(routed: Report) -> None:
+def test_a_load_and_a_promised_save_are_reported_once_each(routed: Report) -> None:
     """Only the connector that offered is given tokens. Metadata is bound in a step, not after it."""
     seen = routed["seen"]
     assert (seen["allocated"], seen["received"], seen["sent"]) == ([64, 0], ["r1"], ["r1"])
@@ -164,7 +164,7 @@ def test_each_connector_gets_its_own_handshake_back(routed: Report) -> None:
     assert routed["seen"]["set_xfer_handshake_metadata_pp_aware"] == [["Loader"], ["Saver"]]
 
 
-def test_numbers_are_read_from_pages_and_the_connectors_own_stats_come_the_way_this_vllm_sends_them(
+def test_pages_have_numbers_and_stats_come_as_vllm_sends_them(
     routed: Report,
 ) -> None:
     assert routed["seen"]["aggregator"] == "kvobs.aggregation.aggregator"
@@ -195,14 +195,14 @@ def test_two_example_connectors_build_and_run_in_both_roles(report: Report) -> N
     assert answers["reset_cache"] is True
 
 
-def test_the_classes_are_subclasses_of_vllms_and_have_the_same_public_members(surface: Report) -> None:
+def test_classes_extend_vllms_and_have_the_same_public_members(surface: Report) -> None:
     assert surface["not subclasses"] == []
     for name, found in surface["members"].items():
         assert found["missing"] == [], name
         assert set(found["more"]) <= MORE.get(name, set()), name
 
 
-def test_connectors_of_every_kind_give_the_same_answers_through_both_routers(surface: Report) -> None:
+def test_connectors_of_every_kind_answer_alike_in_both_routers(surface: Report) -> None:
     assert surface["connectors"]["compared"] > 1000
     assert surface["connectors"]["differ"] == []
 
@@ -216,7 +216,7 @@ def test_the_testing_pages_example_and_a_load_on_two_ranks_run(report: Report) -
     assert part(report, "testing") == {"passed": TESTS, "statuses": [waits, waits, "FINISHED_LENGTH_CAPPED", "gone"]}
 
 
-def test_a_hook_of_tomorrow_reaches_connectors_and_is_named_once_in_the_log(probes: dict[str, Future[Report]]) -> None:
+def test_an_unknown_hook_reaches_connectors_and_is_logged_once(probes: dict[str, Future[Report]]) -> None:
     """A newer vLLM has a hook more, which its own MultiConnector broadcasts: the routing of it is inherited."""
     found = probes["tomorrow"].result()
     assert found["inherited"]

@@ -133,7 +133,7 @@ def test_the_demo_shows_both_connectors_loading() -> None:
     assert re.search(r"llm_request .*kv\.lookup (cpu|disk) .*kv\.load \1 .*kv\.load\.rank 0 ", shown, re.DOTALL), shown
 
 
-def test_with_the_exporter_its_numbers_are_those_that_vllm_counts() -> None:
+def test_with_the_exporter_its_numbers_equal_vllms() -> None:
     """With --keep Ctrl-C is the server's regular end; its own /metrics have none of kvobs; spans arrive."""
     with demo("--keep", "--requests", "16", "--exporter") as run:
         output = run.wait_for("The server keeps running.", 300)

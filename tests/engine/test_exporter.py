@@ -82,7 +82,7 @@ def test_exporters_faults_change_no_answer_and_no_number(server: Any, fault: str
     assert (server.pid() != pid) == (fault == "killed")
 
 
-def test_after_kill_9_of_the_engine_the_last_numbers_are_served_and_then_it_ends(server: Any) -> None:
+def test_after_kill_9_the_last_numbers_are_served_to_the_end(server: Any) -> None:
     """This must be the last test of this server."""
     pid, hits = server.pid(), Growth(server)
     with hits:
@@ -103,7 +103,7 @@ def test_after_kill_9_of_the_engine_the_last_numbers_are_served_and_then_it_ends
     assert eventually(lambda: not any(start_time(p) for p in workers))
 
 
-def test_several_api_servers_have_one_exporter_with_spans_and_exemplars(model: Path, tmp_path: Path) -> None:
+def test_api_servers_share_an_exporter_with_spans_and_exemplars(model: Path, tmp_path: Path) -> None:
     config, port = with_exporter(
         metered.configuration(metered.counting_entry(tmp_path), host_memory(), names=["steered", "cpu"])
     )

@@ -19,7 +19,7 @@ WINDOW, BLOCK = 64, 32
 TYPES = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
 
 
-def test_loads_and_saves_of_a_hybrid_model_are_what_its_connector_moved(model: Path, tmp_path: Path) -> None:
+def test_a_hybrid_models_numbers_are_what_its_connector_moved(model: Path, tmp_path: Path) -> None:
     memory = host_memory()
     memory["kv_connector_extra_config"]["self_describing_kv_events"] = True
     args = {

@@ -44,7 +44,7 @@ def test_a_pair_that_is_wired_right_logs_nothing(engines: Pair) -> None:
     assert lines_of(engines.decode) == lines_of(engines.prefill) == []
 
 
-def test_a_wrong_port_of_the_side_channel_fails_each_load_of_that_peer(engines: Pair) -> None:
+def test_a_wrong_side_channel_port_fails_each_load_of_that_peer(engines: Pair) -> None:
     """Decode computes, and answers all the same. Another id, since NIXL is connected to the engine of that one."""
     port = claim_port(0)
 

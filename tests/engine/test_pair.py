@@ -48,7 +48,7 @@ def of_request(collector: Collector, name: str, request: str) -> ReceivedSpan:
     return span
 
 
-def test_the_decode_engine_loads_what_the_prefill_engine_computed(engines: Pair) -> None:
+def test_the_decode_engine_loads_what_the_prefill_one_computed(engines: Pair) -> None:
     text = prompt("hand over")
     with Growth(engines.prefill, connector="nixl") as at_prefill, Growth(engines.decode, connector="nixl") as at_decode:
         params, answer = hand_over(engines, text)
@@ -101,7 +101,7 @@ def test_the_decode_engines_trace_links_to_the_prefill_engines(engines: Pair, co
     assert [s.parent_id for s in ranks] == [load.span_id]
 
 
-def test_behind_a_proxy_that_forwards_no_headers_both_are_one_trace(engines: Pair, collector: Collector) -> None:
+def test_both_share_a_trace_behind_a_proxy_without_headers(engines: Pair, collector: Collector) -> None:
     request = {"X-Request-Id": "proxied"}
     hand_over(engines, prompt("proxy"), headers_to_prefill=request, headers_to_decode=request)
     load, save = (of_request(collector, name, "cmpl-proxied") for name in ("kv.load nixl", "kv.save nixl"))

@@ -48,7 +48,7 @@ def ask(server: Server, request: str, text: str, **params: Any) -> Any:
     return server.complete(text, TOKENS, headers={"X-Request-Id": request}, **more).raw["kv_transfer_params"]
 
 
-def test_who_asks_is_answered_from_the_first_load_to_the_second_connectors_hit(server: Server, log: Path) -> None:
+def test_who_asks_gets_the_first_load_and_the_second_hit(server: Server, log: Path) -> None:
     text = prompt("asked")
     steer = {"steered": {"offer": "stored", "async": True, "load_ms": 30}}
     answers = []
@@ -83,7 +83,7 @@ def test_a_connectors_own_params_come_with_it(server: Server) -> None:
     assert ask(server, "own-only", prompt("own only"), steer=steer) == {"remote_block_ids": [1]}
 
 
-def test_after_a_rotation_lines_go_to_the_new_file_and_none_is_lost(server: Server, log: Path) -> None:
+def test_after_a_rotation_no_line_is_lost(server: Server, log: Path) -> None:
     log.rename(log.with_suffix(".1"))
     ask(server, "rotated", prompt("rotated"))
     assert line(log, "rotated")["lookups"] >= 1
@@ -93,7 +93,7 @@ def test_after_a_rotation_lines_go_to_the_new_file_and_none_is_lost(server: Serv
     assert eventually(lambda: len((log.with_suffix(".1").read_text() + log.read_text()).splitlines()) == finished)
 
 
-def test_the_last_lines_are_written_where_vllm_ends_the_engine_in_order(model: Path, tmp_path: Path) -> None:
+def test_the_last_lines_are_written_when_vllm_stops_in_order(model: Path, tmp_path: Path) -> None:
     """On stderr, without what vLLM puts before its own lines."""
     config = multi_connector(host_memory(), names=["cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"request_log": "stderr"}

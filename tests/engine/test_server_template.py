@@ -127,7 +127,7 @@ def test_a_variable_that_came_too_late_is_refused(tmp_path: Path, name: str) -> 
         assert process.wait(WAIT_S) == 0
 
 
-def test_a_folder_with_modules_that_are_imported_already_is_refused(tmp_path: Path) -> None:
+def test_a_folder_whose_modules_are_already_imported_is_refused(tmp_path: Path) -> None:
     (tmp_path / "json").mkdir()
     wrong = rf"{tmp_path} on the PYTHONPATH has modules that are imported already: json"
     with pytest.raises(ServerError, match=wrong), started(tmp_path, "0", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}):

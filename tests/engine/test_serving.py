@@ -58,7 +58,7 @@ def run_plan(server: Server) -> dict[str, tuple[int, ...]]:
     return answers
 
 
-def test_answers_are_those_of_stock_and_of_no_connector_token_for_token(model: Path, tmp_path: Path) -> None:
+def test_answers_match_those_of_stock_and_of_no_connector(model: Path, tmp_path: Path) -> None:
     """Greedy, float32, 240 answered requests and 96 aborts at concurrency 8, hits from both connectors."""
     config = multi_connector(host_memory(), files(tmp_path / "kvobs"), names=["cpu", "disk"])
     with serve(model, tmp_path, None) as server:
@@ -78,7 +78,7 @@ def test_answers_are_those_of_stock_and_of_no_connector_token_for_token(model: P
     assert min(loaded.values()) > 1000, loaded
 
 
-def test_connectors_that_end_stock_live_side_by_side_with_series_of_their_own(model: Path, tmp_path: Path) -> None:
+def test_connectors_that_crash_stock_run_here_with_their_series(model: Path, tmp_path: Path) -> None:
     """A connector by module path that returns stats, one with stats and no metrics, and two OffloadingConnectors."""
     entries = (counting_entry(tmp_path), of_tests("SilentStatsConnector", counts=str(tmp_path)))
     config = multi_connector(host_memory(), host_memory(), *entries, names=["near", "far"])
@@ -95,7 +95,7 @@ def test_connectors_that_end_stock_live_side_by_side_with_series_of_their_own(mo
         assert connectors == {"near", "far", "CountingConnector", "SilentStatsConnector"}
 
 
-def test_reports_of_two_ranks_are_counted_as_each_connector_states_them(model: Path, tmp_path: Path) -> None:
+def test_reports_of_two_ranks_are_counted_as_connectors_state(model: Path, tmp_path: Path) -> None:
     """Tensor parallel 2. W11: saves reported on rank 0 only. W20: an abort during a load beside a promised save."""
     config = multi_connector(
         of_tests("SteeredConnector", tag="loader"),

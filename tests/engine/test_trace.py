@@ -26,7 +26,7 @@ def traced(*arguments: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_slow_load_of_a_request_that_nobody_sampled_is_shown_whole(
+def test_a_slow_load_of_an_unsampled_request_is_shown_whole(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, kvobs raises its own faults on

@@ -96,7 +96,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Col
         yield server
 
 
-def test_a_trace_holds_vllms_span_and_those_of_the_load_on_each_rank(server: Server, collector: Collector) -> None:
+def test_a_trace_holds_vllms_span_and_each_ranks_load(server: Server, collector: Collector) -> None:
     headers = traceparent("03")  # as SDKs send it: sampled, and the ids are random
     ask(server, prompt("async"), {**ASYNC, "load_ms": {"0": 5, "1": 200}}, headers=headers)
     spans = arrived(collector, trace_id(headers), "llm_request", "kv.lookup", "kv.load steered", OF_CONNECTOR)
@@ -203,7 +203,7 @@ def test_invented_context_is_served_counted_and_leaves_no_span(server: Server, c
     assert len(kvobs_spans(collector)) == before
 
 
-def test_nothing_of_prompts_headers_params_or_configurations_gets_out(server: Server, collector: Collector) -> None:
+def test_no_prompt_header_param_or_configuration_gets_out(server: Server, collector: Collector) -> None:
     """Not into spans, metrics, the server's files or its log."""
     headers = {"authorization": f"Bearer {SECRET}", "baggage": f"k={SECRET}", "tracestate": f"v={SECRET}"}
     made_up = {"api_key": SECRET, "kvobs": {"note": SECRET, "traceparent": SECRET}}

@@ -41,7 +41,7 @@ def server(engine: tuple[TwoHosts, Collector, Path]) -> Any:
     return Exported(hosts.server, *hosts.ports)
 
 
-def test_blocks_come_back_as_they_were_computed_and_each_call_is_counted(server: Any, engine: Any) -> None:
+def test_blocks_come_back_unchanged_and_each_call_is_counted(server: Any, engine: Any) -> None:
     texts = [prompt("two hosts", i) for i in range(8)]
     params = {"steer": {"steered": {"offer": "stored", "async": True}}}
 
@@ -56,7 +56,7 @@ def test_blocks_come_back_as_they_were_computed_and_each_call_is_counted(server:
     assert_every_call_is_counted(server, engine[2] / "counts", "steered", ranks=2)
 
 
-def test_the_slowest_rank_is_the_one_whose_load_took_longest_by_its_own_clock(server: Any) -> None:
+def test_the_slowest_rank_loaded_longest_by_its_own_clock(server: Any) -> None:
     """By the clocks of both hosts it would be the other one."""
     with Growth(server, connector="steered") as grown:
         metered.ask(server, prompt("slowest"), ASYNC)
@@ -64,7 +64,7 @@ def test_the_slowest_rank_is_the_one_whose_load_took_longest_by_its_own_clock(se
     assert 0 < grown("kvobs_rank_skew_seconds_sum", kind="load") < AHEAD_S / 2
 
 
-def test_a_ranks_span_is_as_long_as_by_one_clock_and_lies_where_its_host_says(server: Any, engine: Any) -> None:
+def test_a_ranks_span_has_its_clocks_length_at_its_hosts_time(server: Any, engine: Any) -> None:
     headers = {"traceparent": f"00-{TRACE}-{'cd' * 8}-01"}
     server.complete(prompt("traced"), TOKENS, headers=headers, kv_transfer_params={"steer": {"steered": ASYNC}})
 

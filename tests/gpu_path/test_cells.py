@@ -8,7 +8,7 @@ from tests.gpu_path.cells import SERVED, SERVING, Cell, Found, publish
 
 
 @pytest.mark.parametrize("cell", SERVING.chosen, ids=str)
-def test_a_cell_answers_as_the_base_and_kvobs_counts_what_connectors_count(
+def test_a_cell_answers_as_its_base_and_counts_as_its_connectors(
     cell: Cell, model: Path, tmp_path: Path, base: Found
 ) -> None:
     found = cell.run(model, tmp_path)

@@ -32,7 +32,7 @@ def test_failed_synchronous_loads_are_computed_where_vllm_can(model: Path, tmp_p
     assert found.failed_loads > 0
 
 
-def test_an_isolated_connector_that_raises_in_a_load_spoils_no_answer(model: Path, tmp_path: Path, base: Found) -> None:
+def test_an_isolated_connector_that_raises_spoils_no_answer(model: Path, tmp_path: Path, base: Found) -> None:
     """Under V2 it loads nothing within a step: its exception would be a failed load, and wrong answers in silence."""
     found = _assert_right(ISOLATED, model, tmp_path, base)
     lookups, loads, tokens = found.kvobs["ExampleConnector"]

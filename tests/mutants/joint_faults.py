@@ -91,7 +91,7 @@ JOINT_FAULTS = (
         f"{ROUTING}/completions.py",
         "            load.lost_tokens = max(load.lost_tokens or 0, lost)\n",
         "            load.lost_tokens = lost\n",
-        f"{UNIT}/routing/test_completions.py::test_the_greatest_of_the_ranks_losses_counts_in_whatever_order_they_come",
+        f"{UNIT}/routing/test_completions.py::test_the_greatest_loss_of_the_ranks_counts_in_any_order",
     ),
     JointFault(
         "a slow connector in quarantine is polled for open lookups",
@@ -105,7 +105,7 @@ JOINT_FAULTS = (
         f"{ROUTING}/completions.py",
         "                received.discard(request)\n",
         "",
-        f"{UNIT}/routing/test_completions.py::test_a_failure_that_a_connector_adds_goes_round_by_the_workers",
+        f"{UNIT}/routing/test_completions.py::test_an_added_failure_comes_back_from_the_workers",
     ),
     JointFault(
         "the request log forgets a request whose id is used again",
@@ -127,7 +127,7 @@ JOINT_FAULTS = (
         f"{ROUTING}/scheduler.py",
         "        if finished.early and not finished.holds:\n",
         "        if finished.early:\n",
-        f"{UNIT}/routing/test_completions.py::test_a_save_done_before_its_promise_releases_nothing_that_another_holds",
+        f"{UNIT}/routing/test_completions.py::test_an_early_save_releases_nothing_that_another_holds",
     ),
     JointFault(
         "the lookups of a request that ends during its load are never forgotten",

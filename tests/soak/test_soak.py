@@ -50,7 +50,7 @@ def test_thousands_of_requests_with_every_fault_there_is() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_hundreds_of_requests_with_connectors_that_fail_in_every_hook() -> None:
+def test_requests_survive_connectors_that_fail_in_every_hook() -> None:
     result = isolated.run(480, seed=3, show=lambda _: None)
     assert result.wrong == []
     assert result.requests >= 480

@@ -70,7 +70,7 @@ def test_alert_fires_for_each_of_64_engines(name: str, tmp_path: Path) -> None:
 
 
 @NAMES
-def test_two_clusters_with_the_same_addresses_do_not_hide_each_other(name: str, tmp_path: Path) -> None:
+def test_clusters_with_the_same_addresses_do_not_hide_each_other(name: str, tmp_path: Path) -> None:
     scenes = SCENES[name]
     fires = scenes.fires[0]
     a, b = (engine(fires.series, {"cluster": cluster}) for cluster in "ab")

@@ -111,7 +111,7 @@ def test_there_are_boards_and_rules() -> None:
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @STORES
-def test_a_panels_query_finds_finite_series_with_the_expected_labels(target: Target, store: str, run: Live) -> None:
+def test_a_panels_query_finds_finite_series_with_its_labels(target: Target, store: str, run: Live) -> None:
     # At a single moment nothing may be open, or nobody left out.
     of: Prometheus = getattr(run, store)
     found = (run.at_the_end(target.query, of) if target.is_instant else []) or run.series(target.query, of=of)
@@ -123,7 +123,7 @@ def test_a_panels_query_finds_finite_series_with_the_expected_labels(target: Tar
 
 
 @pytest.mark.parametrize("uid", BOARDS)
-def test_a_boards_variables_have_values_and_its_annotations_can_be_asked(uid: str, run: Live) -> None:
+def test_a_boards_variables_have_values_and_annotations_answer(uid: str, run: Live) -> None:
     variables = [v for v in BOARDS[uid]["templating"]["list"] if v["type"] == "query"]
     assert variables
     for variable in variables:
@@ -153,7 +153,7 @@ OF_TROUBLE = {
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_recording_rule_records_finite_series_with_the_labels_of_its_name(name: str, run: Live) -> None:
+def test_a_recording_rule_gives_finite_series_with_its_labels(name: str, run: Live) -> None:
     found = run.series(name)
     assert (not found and name in OF_TROUBLE) or faults(found, None) == []
     level = set(name.partition(":")[0].split("_"))

@@ -58,7 +58,7 @@ def test_a_legend_needs_its_labels() -> None:
     assert faults([series(1, math.nan, connector="a")], frozenset({"connector"}), "{{connector}}") == []
 
 
-def test_panels_in_collapsed_rows_count_and_those_for_tempo_do_not() -> None:
+def test_panels_in_collapsed_rows_count_but_not_those_for_tempo() -> None:
     shown = {"title": "Shown", "type": "stat", "targets": [{"refId": "A", "expr": "up", "instant": True}]}
     hidden_targets = [{"refId": "A", "expr": "up"}, {"refId": "B", "query": "{}"}]
     hidden = {"title": "Hidden", "type": "stat", "targets": hidden_targets}

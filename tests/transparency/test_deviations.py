@@ -26,7 +26,7 @@ NOT_SEEN = {
 
 
 @pytest.mark.parametrize("row", DEVIATIONS, ids=lambda row: row.name)
-def test_every_row_names_hooks_and_an_existing_test_and_says_what_and_why_in_a_sentence(row: Deviation) -> None:
+def test_every_row_has_hooks_an_existing_test_and_full_sentences(row: Deviation) -> None:
     assert re.fullmatch(r"[a-z]+(-[a-z]+)*", row.name)
     assert set() < set(row.hooks) <= set(HOOKS)
     assert all(text.endswith(".") for text in (row.differs, row.why, row.unasked))
@@ -36,6 +36,6 @@ def test_every_row_names_hooks_and_an_existing_test_and_says_what_and_why_in_a_s
     assert function.startswith("test_")
 
 
-def test_the_comparison_lets_pass_what_is_declared_and_nothing_else() -> None:
+def test_the_comparison_allows_exactly_what_is_declared() -> None:
     assert sorted({*ALLOWED, *FROM_HERE.values(), *NOT_SEEN}) == sorted(row.name for row in DEVIATIONS)
     assert set(FROM_HERE) == set(Cause), "every cause of a mark has its deviation"

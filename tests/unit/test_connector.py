@@ -70,7 +70,7 @@ def test_a_place_of_metrics_that_is_not_found_ends_no_start(
 
 
 @pytest.mark.parametrize("is_stock", [False, True])
-def test_kvobs_stock_leaves_vllms_aggregator_and_block_copies_in_place(
+def test_kvobs_stock_keeps_vllms_aggregator_and_block_copies(
     is_stock: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     copied: list[object] = []
@@ -83,7 +83,7 @@ def test_kvobs_stock_leaves_vllms_aggregator_and_block_copies_in_place(
     assert ("KVOBS_USE_VLLM is set: vLLM's own parts stay in use: aggregator, block_copy" in caplog.text) is is_stock
 
 
-def test_connectors_are_the_real_objects_and_recording_leaves_no_trace_on_them(rig: Rig) -> None:
+def test_connectors_are_the_real_objects_without_any_mark(rig: Rig) -> None:
     assert [type(connector) for connector in rig.connector._connectors] == [ScriptedConnector, ScriptedConnector]
     assert rig.connector.sub_connectors == rig.connector._connectors
     rig.add("r")
@@ -94,7 +94,7 @@ def test_connectors_are_the_real_objects_and_recording_leaves_no_trace_on_them(r
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_a_bad_configuration_fails_at_start_in_both_roles_and_when_layouts_are_asked(
+def test_a_bad_configuration_fails_at_start_and_for_layouts(
     role: KVConnectorRole,
 ) -> None:
     config = engine_config(transfer_config("kvobs", [entry_for(Script("a"))], {"load_policy": "best"}))
@@ -112,7 +112,7 @@ def test_metadata_of_another_connector_is_refused_by_name(rig: Rig) -> None:
             hook(alien)
 
 
-def test_worker_metadata_and_handshakes_of_another_connector_are_refused_by_name(rig: Rig) -> None:
+def test_messages_of_another_connector_are_refused_with_its_name(rig: Rig) -> None:
     rig.step()
     output: Any = rig.output
     output.kv_connector_worker_meta = stock.MultiKVConnectorWorkerMetadata(metadata=())

@@ -31,7 +31,7 @@ from tests.support.pages import TEXTS, Mention, every
 LONGEST_README = 120  # lines: read in three minutes
 
 
-def test_a_third_party_connector_that_is_run_each_time_has_its_version_and_its_tests() -> None:
+def test_a_third_party_connector_has_its_version_and_its_tests() -> None:
     page = TEXTS["docs/runs.md"]
     each_time = re.findall(r"^\| (\w+) \| ([0-9.]+) \| each `make test-all` \|", page, re.MULTILINE)
     assert {name: version(name.lower()) for name, _ in each_time} == dict(each_time) != {}
@@ -39,7 +39,7 @@ def test_a_third_party_connector_that_is_run_each_time_has_its_version_and_its_t
     assert set(re.findall(r"\(lmcache ([0-9.]+)\)", page)) == {version("lmcache")}
 
 
-def test_the_table_of_incidents_is_of_a_run_of_all_that_the_tests_know() -> None:
+def test_the_table_of_incidents_is_of_a_run_of_all_known_ones() -> None:
     results = json.loads(RESULTS.read_text())
     assert list(results) == list(INCIDENTS), "run `make test-all ONLY=incidents`"
     for title, incident in INCIDENTS.items():
@@ -48,20 +48,20 @@ def test_the_table_of_incidents_is_of_a_run_of_all_that_the_tests_know() -> None
         assert not incident.alert or after_s[incident.alert] <= incident.within_s, title
 
 
-def test_the_table_of_paths_is_of_a_run_of_all_cells_and_kvobs_counts_right_in_each() -> None:
+def test_the_table_of_paths_is_of_a_run_right_in_all_cells() -> None:
     results = json.loads(cells.RESULTS.read_text())
     assert list(results) == [cell.title for cell in cells.EVERY], "run `make test-all ONLY=all-gpu-path`"
     assert [title for title, row in results.items() if "kvobs" in title and not (row["equal"] or row["ended"])] == []
 
 
-def test_the_table_of_wrong_blocks_is_of_a_run_that_found_all_and_no_others() -> None:
+def test_the_table_of_wrong_blocks_is_of_a_run_without_error() -> None:
     rows = json.loads(faults.RESULTS.read_text())
     for title, row in rows.items():
         assert row["wrong"] in (None, sum(row["outcomes"].get(name, 0) for name in ("lossy", "mismatch"))), title
     assert {row["at"] for row in rows.values()} == {"", "two ranks", "two engines"}, "run `make test-all ONLY=faults`"
 
 
-def test_the_version_in_pages_is_that_of_the_package_and_of_its_newest_release() -> None:
+def test_the_version_in_pages_is_the_packages_and_newest_release() -> None:
     shown = {found for text in TEXTS.values() for found in re.findall(r"\bkvobs[ :](\d+\.\d+\.\d+)", text)}
     assert shown == {__version__}
     releases = re.findall(r"^## (?!Unreleased)(\S+)", TEXTS["docs/changelog.md"], re.MULTILINE)
@@ -85,7 +85,7 @@ def test_titles_of_the_published_benchmark_are_those_of_its_code() -> None:
 PART = "before\n<!-- run: x -->\nold\n<!-- end -->\nafter\n"
 
 
-def test_what_was_measured_is_written_and_nothing_else_is_changed(tmp_path: Path) -> None:
+def test_a_measurement_is_written_and_nothing_else_changes(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PART)
     write(page, "x", "| new |")
@@ -216,7 +216,7 @@ def test_every_configuration_is_right(name: str, config: dict[str, Any], monkeyp
     assert config["kv_connector_module_path"] == "kvobs"
 
 
-def test_the_readme_is_short_and_names_the_installation_then_the_demo_and_the_tests() -> None:
+def test_the_readme_is_short_with_installation_demo_and_tests() -> None:
     readme = TEXTS["README.md"]
     assert len(readme.splitlines()) <= LONGEST_README
     assert re.findall(r"^    (\S.*)$", readme, re.MULTILINE)[0].startswith("pip install .")

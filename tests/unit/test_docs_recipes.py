@@ -92,7 +92,7 @@ def test_there_are_ten_recipes_and_more() -> None:
 PAIRS = TEXTS["docs/prefill-decode.md"].partition("\n## Is it so?\n")[2].partition("\n## ")[0]
 
 
-def test_the_queries_of_pairs_show_who_computes_and_which_loads_fail(tmp_path: Path) -> None:
+def test_queries_of_pairs_show_who_computes_and_which_loads_fail(tmp_path: Path) -> None:
     """Of three engines one loads, one computes, and one is a prefill engine, whose misses are right."""
     asked = {
         ("right", "hit"): 30,

@@ -63,7 +63,7 @@ def test_the_demos_table_is_what_it_prints() -> None:
     assert set(numbers(comment)) <= set(numbers(" ".join(shown)))
 
 
-def test_a_summary_and_its_comparison_are_what_the_command_prints() -> None:
+def test_a_summary_and_its_comparison_are_as_the_command_prints() -> None:
     assert sample("docs/summary.md", "tiny at port") == printed(SummaryPicture([DEMO]))
     (cpu, disk), lines = DEMO.connectors, sample("docs/summary.md", "before")
     faster = dataclasses.replace(cpu, lookups=192, hit_share=0.5, load_p99_s=0.082), disk
@@ -165,7 +165,7 @@ def test_a_timeline_is_what_the_command_prints(tmp_path: Path, monkeypatch: pyte
     assert not_printed(shown, kvobs("timeline")) == []
 
 
-def test_sizes_of_a_page_and_limits_of_spans_are_those_of_the_code() -> None:
+def test_page_sizes_and_span_limits_are_those_of_the_code() -> None:
     (power,) = re.findall(r"^CALLS = 1 << (\d+)$", Path(layout.__file__).read_text(), re.MULTILINE)  # tests have less
     calls = 1 << int(power)
     assert f"A page has {calls:,} calls" in TEXTS["docs/on-call.md"]
@@ -189,7 +189,7 @@ kvobs_in_flight{connector="cpu",kind="save"} 0.0
 
 
 @pytest.mark.tools
-def test_queries_of_the_autoscaler_have_one_number_of_all_engines(tmp_path: Path) -> None:
+def test_the_autoscalers_queries_give_one_number_for_all_engines(tmp_path: Path) -> None:
     found = {trigger["name"]: trigger["metadata"]["query"] for trigger in AUTOSCALER["spec"]["triggers"]}
     kinds = {
         "unread": 'kvobs_held_tokens{kind="save"',

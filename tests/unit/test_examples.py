@@ -141,7 +141,7 @@ def test_all_pods_of_one_engine_are_scraped_and_configured_alike(role: str) -> N
     assert {"name": "KVOBS_EXPORTER", "value": f"0.0.0.0:{EXPORTER}"} in engine["env"]
 
 
-def test_the_sidecar_shares_the_memory_of_the_engine_which_starts_no_exporter() -> None:
+def test_the_sidecar_shares_memory_and_its_engine_exports_none() -> None:
     page = (ROOT / "docs/exporter.md").read_text()
     (pod,) = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(apiVersion.*?)```", page, re.DOTALL))
     kubernetes_validate.validate(pod, KUBERNETES, strict=True)
@@ -194,7 +194,7 @@ def guide(folder: Path, arguments: dict[str, list[str]] = charts.GUIDE) -> Path:
 
 
 @pytest.mark.tools
-def test_the_overlay_changes_the_guide_s_engines_and_nothing_else(tmp_path: Path) -> None:
+def test_the_overlay_changes_only_the_guide_s_engines(tmp_path: Path) -> None:
     found = {each["metadata"]["name"].removeprefix(charts.GUIDE_PREFIX): each for each in built(guide(tmp_path))}
     assert found.keys() == charts.GUIDE.keys()
     connectors = {"prefill": ["NixlConnector", "OffloadingConnector"], "decode": ["NixlConnector"]}

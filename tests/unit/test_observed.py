@@ -69,7 +69,7 @@ def test_calls(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     assert empty == {"other"}, "a hook that is empty in all is not called; those called once share a label"
 
 
-def test_a_scrape_in_the_middle_of_a_step_is_right_to_the_last_call(
+def test_a_scrape_within_a_step_is_right_to_the_last_call(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     """As if the engine hung in one: all calls before it are there, and it is not."""
@@ -193,7 +193,7 @@ def test_a_promised_save(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) 
     assert engine.value("kvobs_in_flight", "two", kind="save") == 0
 
 
-def test_a_save_is_counted_for_a_request_that_ended_before_its_lookup(
+def test_a_save_counts_for_a_request_ended_before_its_lookup(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     b.promises.add("r")

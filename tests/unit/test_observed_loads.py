@@ -143,7 +143,7 @@ def test_the_gauges_are_right_after_each_event(monkeypatch: pytest.MonkeyPatch, 
     assert_nothing_is_left(engine.rig)
 
 
-def test_the_gauges_are_right_in_a_quarantine_and_when_its_transfers_are_given_up(
+def test_gauges_are_right_in_a_quarantine_and_after_giving_up(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     monkeypatch.setattr("tests.support.observed.entry_for", partial(entry_for, cls="BestEffortConnector"))

@@ -25,7 +25,7 @@ def verified(engine: Observed) -> dict[tuple[str, ...], float]:
     return {labels: n for labels, n in engine.series("kvobs_verified_blocks_total").items() if n}
 
 
-def test_a_block_that_is_loaded_in_part_after_a_preemption_is_not_noted(
+def test_a_block_loaded_in_part_after_a_preemption_is_not_noted(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     """Else the wrong bytes that the load brought would be right ones from then on."""
@@ -70,7 +70,7 @@ PREFILL = [("traced", {"blocks", "traceparent"}), ("not traced", {"blocks"})]
 
 
 @pytest.mark.parametrize(("way", "sent"), PREFILL)
-def test_a_decode_engine_compares_with_what_the_prefill_engine_computed(
+def test_decode_compares_with_what_the_prefill_engine_computed(
     way: str, sent: set[str], monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     """Of each rank with the same rank's blocks; whether or not there is a trace beside them."""

@@ -77,7 +77,7 @@ def test_another_plugins_class_stays_and_is_logged(
 @pytest.mark.parametrize(
     "loader", [lambda: TheirConnector, partial(getattr, stock, "MultiConnector")], ids=["lambda", "partial"]
 )
-def test_a_loader_that_does_not_say_what_it_loads_is_somebody_elses(
+def test_a_loader_that_hides_what_it_loads_is_anothers(
     loader: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(ENABLE_VARIABLE, "1")
@@ -191,7 +191,7 @@ def test_no_other_configuration_is_refused(
     assert resolved(None) is None
 
 
-def test_options_of_kvobs_beside_those_of_the_connector_are_kvobss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kvobs_options_next_to_the_connectors_are_kvobss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENABLE_VARIABLE, "1")
     plugin.register()
     extra = {"cpu_bytes_to_use": 1 << 30, "kvobs": {"request_report": True}}
@@ -201,7 +201,7 @@ def test_options_of_kvobs_beside_those_of_the_connector_are_kvobss(monkeypatch: 
     assert extra["kvobs"] == {"request_report": True}
 
 
-def test_a_configuration_with_a_router_or_without_a_connector_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_with_a_router_or_no_connector_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENABLE_VARIABLE, "1")
     plugin.register()
     assert resolved(None) is None
@@ -214,7 +214,7 @@ def test_a_configuration_with_a_router_or_without_a_connector_stays(monkeypatch:
 
 
 @pytest.mark.parametrize("obstacle", ["dynamo", "another plugin", "a mistake"])
-def test_a_connector_that_can_not_be_routed_runs_as_it_is_and_the_log_says_so(
+def test_an_unroutable_connector_runs_as_it_is_and_is_logged(
     obstacle: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(ENABLE_VARIABLE, "1")

@@ -262,7 +262,7 @@ def test_a_connectors_own_metrics_have_its_name(lived: Life) -> None:
     assert found == {(str(ENGINE), "far"): 3 + 4}
 
 
-def test_the_other_engine_of_the_group_has_only_its_configuration(lived: Life) -> None:
+def test_the_groups_other_engine_has_only_its_configuration(lived: Life) -> None:
     known = {signals.BUILD_INFO, signals.CONNECTOR_INFO, signals.LINK_SPEED, signals.START_TIME}
     assert {signal for signal in SIGNALS if series(lived.ended, signal, engine=0)} == known
 
@@ -439,7 +439,7 @@ def test_the_check_of_a_server_finds_what_is_wrong_and_no_more(served: str) -> N
         assert line.startswith(begin.format(url)), line
 
 
-def test_the_check_of_a_server_whose_engine_has_ended_names_the_call(lived: Life) -> None:
+def test_a_check_of_a_server_names_the_call_its_engine_died_in(lived: Life) -> None:
     only = "".join(line for line in lived.ended.splitlines(keepends=True) if 'engine="0"' not in line)
     with answering(200, only) as url:
         shown = CliRunner().invoke(commands.app, ["check", "--server", url]).stdout

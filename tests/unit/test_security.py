@@ -58,7 +58,7 @@ def called(node: ast.AST) -> str:
     return function.attr if isinstance(function, ast.Attribute) else ""
 
 
-def test_nothing_is_unpickled_and_nothing_talks_but_opentelemetrys_exporters() -> None:
+def test_nothing_is_unpickled_and_only_opentelemetry_sends() -> None:
     found = [(name, imported) for name, node in in_production() for imported in imports(node)]
     assert len(found) > 100, "the test finds imports"
     talking = {name for name, imported in found if imported in TALKS}
@@ -169,7 +169,7 @@ def test_a_payload_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not {"not_configured_here", "antigravity"} & set(sys.modules)
 
 
-def test_the_configured_connectors_are_imported_before_any_payload_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configured_connectors_are_imported_before_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM always makes its Prometheus logger, and that the connectors' metrics; the log may come without one."""
     path = class_path(MeteredConnector)
     monkeypatch.setattr(

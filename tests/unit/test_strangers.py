@@ -133,7 +133,7 @@ def entry(script: Script) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scripts", [("a",), ("a", "b"), ("plain", "a")], ids=" and ".join)
-def test_methods_beyond_vllms_class_reach_the_connectors_that_have_them(scripts: tuple[str, ...]) -> None:
+def test_methods_beyond_vllms_class_reach_their_connectors(scripts: tuple[str, ...]) -> None:
     """vLLM's own router has no such methods: only a single connector works there, without it."""
     entries = [entry_for(Script(tag)) if tag == "plain" else entry(Script(tag)) for tag in scripts]
     having = [tag for tag in scripts if tag != "plain"]

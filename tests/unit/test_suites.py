@@ -16,7 +16,7 @@ SEVEN = ["install", "demo", "test", "lint", "bench", "release", "test-all"]
 MARKERS = re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 
-def test_there_are_seven_targets_and_help_lists_them_and_the_suites() -> None:
+def test_seven_targets_exist_and_help_lists_them_and_the_suites() -> None:
     assert re.findall(r"^([a-z-]+):.* ## ", MAKEFILE, re.MULTILINE) == ["help", *SEVEN]
     shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     assert re.findall(r"^  make ([a-z-]+)", shown, re.MULTILINE) == ["help", *SEVEN]
@@ -64,7 +64,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *planned: Suite) -> No
     monkeypatch.setattr(suites, "BY_NAME", {suite.name: suite for suite in planned})
 
 
-def test_a_suite_that_fails_stops_no_other_and_the_last_lines_name_it(
+def test_a_failing_suite_stops_no_other_and_is_named_at_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plan(monkeypatch, tmp_path,
@@ -83,7 +83,7 @@ def test_a_suite_that_fails_stops_no_other_and_the_last_lines_name_it(
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 0), (["boards"], 1)])
-def test_a_suite_that_cannot_run_here_is_left_out_aloud_and_fails_if_it_is_named(
+def test_a_suite_that_cannot_run_is_left_out_or_fails_if_named(
     arguments: list[str],
     status: int,
     monkeypatch: pytest.MonkeyPatch,

@@ -48,7 +48,7 @@ def test_an_example_that_loses_a_report_is_found(router: str) -> None:
     assert (rig.status("r"), rig.held_blocks, rig.free_blocks) == ("gone", 0, 63)
 
 
-def test_without_the_hybrid_manager_connectors_need_not_support_it() -> None:
+def test_without_the_hybrid_manager_connectors_may_lack_support() -> None:
     example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     with pytest.raises(ValueError, match="don't support the hybrid KV cache manager"):
         Rig("kvobs", connectors=[example])

@@ -37,7 +37,7 @@ def held(tp_size: int, heads: int) -> list[set[int]]:
     return [set(dealt[rank * each : rank * each + each]) for rank in range(tp_size)]
 
 
-def test_each_head_that_a_rank_needs_is_read_once_from_a_rank_that_holds_it() -> None:
+def test_each_needed_head_is_read_once_from_a_rank_that_holds_it() -> None:
     assert {(4, 2, 8), (2, 4, 8), (4, 4, 4), (8, 2, 4), (2, 8, 4), (16, 8, 4), (8, 16, 4)} <= set(POSSIBLE)
     for local, remote, heads in POSSIBLE:
         needs, has = held(local, heads), held(remote, heads)
@@ -53,7 +53,7 @@ def test_each_head_that_a_rank_needs_is_read_once_from_a_rank_that_holds_it() ->
                 assert set(part) <= has[source]
 
 
-def test_engines_that_cannot_read_from_one_another_get_both_numbers() -> None:
+def test_engines_that_cannot_read_one_another_get_both_numbers() -> None:
     for local, remote, heads in IMPOSSIBLE:
         first_two_that_do_not_fit = next(
             text
@@ -178,7 +178,7 @@ LATENT = Backend("num_blocks", "block_size", "head_size")
         ([], {"is_mla": True, "tensor_shape": (32, 100, 16, 576)}, False, False, True),
     ],
 )
-def test_k_v_first_are_two_regions_and_a_further_dimension_is_layers(
+def test_k_v_first_has_two_regions_and_a_further_one_is_layers(
     backends: Any, fields: dict[str, Any], is_blocks_first: bool, splits: bool, has_all_layers: bool
 ) -> None:
     known = topology(attn_backends=backends, **fields)

@@ -1,5 +1,6 @@
 """The texts of the program are without the words that a reader stumbles over; what finds these words finds each."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_good_sentences_and_code_are_left_alone(text: str) -> None:
     assert not list(find([Text(ROOT / "a.md", 1, text)]))
 
 
-def test_strings_docstrings_and_comments_are_read_with_their_lines(tmp_path: Path) -> None:
+def test_strings_docstrings_and_comments_are_read_by_line(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text(PYTHON)
     found = [(each.where.removeprefix(f"{path}:"), each.word) for each in find(texts_of(path))]
@@ -94,3 +95,10 @@ def test_pages_have_none_of_these_words(path: Path) -> None:
 def test_the_texts_of_the_program_have_none_of_these_words(path: Path) -> None:
     found = list(map(str, find(texts_of(path))))
     assert not found, "\n".join(found)
+
+
+def test_the_name_of_a_test_has_60_characters_at_most() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    names = re.findall(r"\bdef (test_\w+)", "\n".join(texts))
+    assert names
+    assert not [name for name in names if len(name) > 60]

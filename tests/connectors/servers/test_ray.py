@@ -106,7 +106,7 @@ def test_a_request_aborted_while_it_loads_leaves_nothing(engine: Engine) -> None
     metered.assert_nothing_in_flight(engine.server)
 
 
-def test_spans_of_the_scheduler_and_of_both_ranks_reach_the_collector(engine: Engine) -> None:
+def test_spans_of_scheduler_and_both_ranks_reach_the_collector(engine: Engine) -> None:
     plan = {"steer": {"steered": {**metered.ASYNC, "load_ms": 20}}}
     headers = {"traceparent": f"00-{TRACE}-{'cd' * 8}-01"}
     engine.server.complete(prompt("traced"), TOKENS, headers=headers, kv_transfer_params=plan)

@@ -19,7 +19,7 @@ from tests.incidents.beginning import begin, faulty
 pytestmark = [pytest.mark.connectors, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 
-def test_a_call_that_hangs_on_a_host_without_the_scheduler_is_seen_there(model: Path, tmp_path: Path) -> None:
+def test_a_hanging_call_is_seen_on_a_host_without_the_scheduler(model: Path, tmp_path: Path) -> None:
     config = metered.configuration(host_memory(), faulty(tmp_path, rank=1), names=["cpu", "remote"])
     ports = claim_port(0), claim_port(0)
     first, second = ({"KVOBS_EXPORTER": f"{HOST}:{port}"} for port in ports)

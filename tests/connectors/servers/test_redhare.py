@@ -61,13 +61,13 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run
     return {router: run(router, model, tmp_path_factory.mktemp(router)) for router in ROUTERS}
 
 
-def test_answers_are_right_with_redis_and_without_and_no_block_is_held(runs: dict[str, Run], expected: Answers) -> None:
+def test_answers_are_right_even_without_redis_and_hold_no_block(runs: dict[str, Run], expected: Answers) -> None:
     for router, run in runs.items():
         assert traffic.wrong(run.answers, expected) == [], router
         assert (run.is_settled, run.wrong) == (True, []), router
 
 
-def test_keys_and_redhares_own_numbers_are_the_same_in_every_router(runs: dict[str, Run]) -> None:
+def test_keys_and_redhares_numbers_are_the_same_in_every_router(runs: dict[str, Run]) -> None:
     """Second after host memory it loads nothing, so its numbers differ from those when it is first."""
     for routers in (("alone", "stock", "kvobs"), ("stock-second", "kvobs-second")):
         reference, *others = (runs[router] for router in routers)

@@ -75,22 +75,20 @@ def lives(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sp
     return {router: spooled(router, model, tmp_path_factory.mktemp(router)) for router in ROUTERS}
 
 
-def test_in_stock_it_ends_the_engine_at_the_stats_of_its_siblings(model: Path, tmp_path: Path) -> None:
+def test_in_stock_it_crashes_the_engine_at_its_siblings_stats(model: Path, tmp_path: Path) -> None:
     with running_in("stock", "spoolcache", spoolcache(tmp_path / "spool"), model, tmp_path) as run:
         assert traffic.ask_all(run.server, KNOWN)[-1].error
         assert "RuntimeError: SpoolCache connector stats type is incompatible" in run.server.log.read_text()
 
 
-def test_every_answer_is_right_also_when_the_folder_can_not_be_written(
-    lives: dict[str, Spooled], expected: Answers
-) -> None:
+def test_answers_are_right_also_if_the_folder_is_not_writable(lives: dict[str, Spooled], expected: Answers) -> None:
     for router, life in lives.items():
         assert traffic.wrong(life.run.answers, expected) == [], router
         assert life.unsaved == len(NEW), router
         assert (life.run.is_settled, life.run.wrong) == (True, []), router
 
 
-def test_files_and_spoolcaches_own_numbers_are_the_same_alone_and_in_kvobs(lives: dict[str, Spooled]) -> None:
+def test_files_and_spoolcaches_numbers_are_the_same_in_kvobs(lives: dict[str, Spooled]) -> None:
     alone, first, second = (lives[router].run for router in ROUTERS)
     assert len(alone.stored) > len(KNOWN)
     assert alone.total("spoolcache_hit_tokens_total") > 0
@@ -107,9 +105,7 @@ def test_kvobs_counts_what_spoolcache_counts(lives: dict[str, Spooled]) -> None:
     assert run.total("kvobs_lookups_total", connector=STORE) == run.total("spoolcache_lookup_total")
 
 
-def test_spoolcache_ends_its_worker_when_it_can_not_read_its_offer(
-    lives: dict[str, Spooled], expected: Answers
-) -> None:
+def test_spoolcache_ends_its_worker_if_its_offer_is_unreadable(lives: dict[str, Spooled], expected: Answers) -> None:
     """Second after host memory it is not asked to."""
     alone, first, second = (lives[router] for router in ROUTERS)
     assert alone.last.error

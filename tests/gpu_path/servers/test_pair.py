@@ -87,7 +87,7 @@ def test_answers_and_counts_of_both_sides_are_right(sides: dict[str, Served], pa
     assert sides["prefill"].counted()["OffloadingConnector"].loads > 0
 
 
-def test_saves_that_nobody_reads_are_in_nixls_own_count_of_expired_ones(sides: dict[str, Served], pair: Pair) -> None:
+def test_saves_without_a_reader_are_in_nixls_expired_count(sides: dict[str, Served], pair: Pair) -> None:
     with Growth(pair.prefill, connector="nixl") as grown:
         for text in PROMPTS[:UNREAD]:
             prefill(pair, text)
@@ -97,7 +97,7 @@ def test_saves_that_nobody_reads_are_in_nixls_own_count_of_expired_ones(sides: d
     assert grown("kvobs_save_hold_seconds_sum") >= UNREAD * LEASE_S * 0.9
 
 
-def test_blocks_read_after_their_lease_are_named_though_the_load_succeeds(pair: Pair, tmp_path: Path) -> None:
+def test_blocks_read_after_their_lease_are_named_in_a_good_load(pair: Pair, tmp_path: Path) -> None:
     """The prefill engine has filled them again; it says what it had computed, an earlier time."""
     text, others = PROMPTS[UNREAD], [text[::-1] for text in PROMPTS]
     for server in (pair.prefill, pair.decode):
@@ -142,7 +142,7 @@ def test_blocks_read_after_their_lease_are_named_though_the_load_succeeds(pair: 
     )
 
 
-def test_the_decode_engine_computes_what_a_killed_prefill_engine_cannot_give(
+def test_decode_computes_what_a_dead_prefill_engine_cannot_give(
     sides: dict[str, Served], pair: Pair, expected: Answers
 ) -> None:
     pair.decode.reset_prefix_cache(external=True)

@@ -184,7 +184,7 @@ def test_round_that_some_ranks_never_report_is_forgotten(router: str, field: str
 
 
 @wrong_in_stock(AssertionError, "drops what the others say when the output rank has nothing")
-def test_reports_beside_an_empty_output_rank_come_in_the_next_step(router: str) -> None:
+def test_reports_next_to_an_empty_output_rank_come_a_step_later(router: str) -> None:
     aggregator = build(router, 2)
     early = said(finished_recving={"r"}, failed_recving={"r"}, invalid_block_ids={7})
     assert aggregator.aggregate([None, early]) is None
@@ -247,7 +247,7 @@ def test_metadata_that_does_not_merge_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("of", [lambda events: events, lambda events: MultiKVEvents({0: events})])
-def test_an_event_is_common_when_every_rank_has_had_it_in_whatever_step(of: Callable[[Events], Any]) -> None:
+def test_an_event_is_common_once_every_rank_had_it_in_any_step(of: Callable[[Events], Any]) -> None:
     aggregator = KVOutputAggregator(2)
     assert aggregator.aggregate([None, said(kv_cache_events=of(Events("a", "b")))]) is None
     assert aggregator.aggregate([None, said(kv_cache_events=of(Events("c")))]) is None
@@ -259,7 +259,7 @@ def test_an_event_is_common_when_every_rank_has_had_it_in_whatever_step(of: Call
     assert result(aggregator, said(), said()).kv_cache_events is None
 
 
-def test_salvaged_outputs_join_the_next_step_without_their_events() -> None:
+def test_salvaged_outputs_join_the_next_step_without_events() -> None:
     aggregator = KVOutputAggregator(2)
     salvaged = KVConnectorOutput(
         finished_recving={"r"}, kv_cache_events=Events("a"), kv_connector_stats=Stats(data={"n": [1]})
@@ -280,7 +280,7 @@ def test_ranks_without_an_output_are_no_fault() -> None:
 # Stuck
 
 
-def test_stuck_rounds_are_reported_once_with_the_ranks_that_are_missing() -> None:
+def test_stuck_rounds_are_reported_once_with_the_missing_ranks() -> None:
     clock, stuck = Clock(), list[Stuck]()
     aggregator = KVOutputAggregator(3, on_stuck=stuck.append, clock=clock)
     result(aggregator, said(finished_recving={"r"}), said(finished_sending={"s"}), said(failed_recving={"f"}))
@@ -308,7 +308,7 @@ def test_a_failure_is_not_forgotten_while_its_load_is_open() -> None:
     assert [noted.kind for noted in stuck] == ["load"], "the load is what is stuck"
 
 
-def test_failures_without_a_receipt_are_bounded_unless_a_load_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_an_open_load_lets_unreceived_failures_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_tally, "MOST", 5)
     aggregator = KVOutputAggregator(2)
     result(aggregator, said(finished_recving={"r"}, failed_recving={"r"}), said())

@@ -40,7 +40,7 @@ def ignore(_: Stuck) -> None:
 ASKS = connector(aggregation=Aggregation(stuck_after_s=5, on_stuck=ignore))
 
 
-def test_installed_it_serves_connectors_that_ask_for_it_and_no_others() -> None:
+def test_installed_it_serves_only_connectors_that_ask_for_it() -> None:
     for _ in range(2):
         install()
     ours = Executor().aggregator_for(ASKS)

@@ -15,7 +15,7 @@ def test_the_missing_ranks_are_those_that_have_not_reported() -> None:
     assert Round(RoundStart(0, 4, 3), 0b010).missing == ()
 
 
-def test_the_next_stuck_round_is_the_oldest_that_was_not_found_yet() -> None:
+def test_the_next_stuck_round_is_the_oldest_not_yet_found() -> None:
     rounds = Rounds()
     for request, now in (("a", 5), ("b", 8)):
         rounds.count(request, 1, RoundStart(now, 2, 2))
@@ -24,7 +24,7 @@ def test_the_next_stuck_round_is_the_oldest_that_was_not_found_yet() -> None:
         assert rounds.next_stuck(10) == due
 
 
-def test_completed_rounds_are_forgotten_by_the_time_of_their_completion() -> None:
+def test_completed_rounds_are_forgotten_by_their_completion_time() -> None:
     tally = Tally()
     tally.count([(1, {"r"})], RoundStart(0, 2, 3))
     tally.count([(2, {"r"})], RoundStart(5, 2, 3))

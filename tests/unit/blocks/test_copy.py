@@ -152,7 +152,7 @@ def caches_at(*places: str) -> dict[str, torch.Tensor]:
         return {name: torch.empty(4, 2, device=place) for name, place in zip("ab", places, strict=False)}
 
 
-def test_bytes_are_copied_eight_at_a_time_where_both_sides_begin_at_a_multiple_of_eight() -> None:
+def test_aligned_bytes_are_copied_eight_at_a_time() -> None:
     cache = torch.zeros(65, dtype=torch.uint8)
     even, odd = cache[:64].view(8, 8), cache[1:].view(8, 8)
     assert [_layer("a", *sides, 0).layout.unit for sides in ((even, even), (odd, even), (even, odd))] == [8, 1, 1]
@@ -173,7 +173,7 @@ def test_nothing_to_copy_is_no_error() -> None:
     copy_kv_blocks({"a": A}, {"a": B}, [], [], "d2h")
 
 
-def test_within_host_memory_it_needs_torch_and_numpy_only_and_asks_for_no_device() -> None:
+def test_in_host_memory_it_needs_only_torch_and_numpy() -> None:
     code = """
 import sys
 sys.modules["vllm"] = sys.modules["prometheus_client"] = sys.modules["pydantic"] = None

@@ -92,7 +92,7 @@ def test_each_step_is_on_one_device_and_the_buffer_pinned(direction: str, monkey
     assert pinned == [True]
 
 
-def test_the_buffer_is_pinned_host_memory_whatever_torchs_default_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_buffer_is_pinned_host_memory_for_any_torch_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *args, **how: (args, how))
     asked = {"dtype": torch.uint8, "device": "cpu", "pin_memory": True}
     assert UNCACHED(5, is_pinned=True) == ((5,), asked)

@@ -25,7 +25,7 @@ def events_of(records: Iterable[Record], pids: dict[tuple[str, int | None], int]
     return list(load_events(traces, pids, zero_of([], traces)))
 
 
-def test_a_load_is_on_the_track_of_the_scheduler_and_its_ranks_on_theirs() -> None:
+def test_a_load_is_on_the_schedulers_track_and_ranks_on_theirs() -> None:
     events = events_of(SLOW)
     slices = [(e["pid"], e["tid"] - FIRST_LANE, e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert [(pid, lane, name) for pid, lane, name, _, _ in slices] == [
@@ -40,7 +40,7 @@ def test_a_load_is_on_the_track_of_the_scheduler_and_its_ranks_on_theirs() -> No
     assert load["args"]["is"].startswith("160 of 215 tokens")
 
 
-def test_the_ranks_of_other_hosts_are_on_the_schedulers_track_in_rows_of_their_own() -> None:
+def test_ranks_of_other_hosts_are_rows_of_the_schedulers_track() -> None:
     events = events_of(SLOW, {("e", None): 10})
     assert {(e["pid"], e["tid"] - FIRST_LANE) for e in events if e["name"] in ("rank 0", "rank 1")} == {
         (10, 1),

@@ -30,7 +30,7 @@ def test_help_lists_the_commands(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_has_examples_and_whole_names_at_80_columns(command: str) -> None:
+def test_help_has_examples_and_whole_names_at_80_columns(command: str) -> None:
     result = CliRunner().invoke(cli.app, [*command.split(), "-h"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
     assert result.exit_code == 0
     assert f"  kvobs {command} " in result.output.partition("Examples:")[2] or command == "demo"

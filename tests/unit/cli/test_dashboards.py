@@ -125,7 +125,7 @@ def test_rules_are_those_that_the_generator_makes_for_the_site() -> None:
     assert of_stack == (dashboards.CHECKOUT / "generated/rules/kvobs.rules.yml").read_bytes()
 
 
-def test_nothing_of_a_template_and_no_link_to_this_machine_is_left() -> None:
+def test_nothing_of_a_template_and_no_local_link_is_left() -> None:
     tokens = [site.token(name) for name in (*OURS, *site.thresholds(), "labels", "namespaces")]
     for path, content in (*DEFAULTS.items(), *CHANGED.items()):
         assert not [token for token in (*tokens, "localhost") if token in content.decode()], path
@@ -145,7 +145,7 @@ def test_manifests_have_the_labels_namespaces_and_job() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in DEFAULTS if path.startswith("boards/")])
-def test_boards_ask_by_the_label_of_the_cluster_and_link_the_runbook(path: str) -> None:
+def test_boards_select_by_cluster_and_link_the_runbook(path: str) -> None:
     board: dict[str, Any] = json.loads(CHANGED[path])
     for where, expr in queries(board):
         for selector, _ in selectors(expr):
@@ -163,7 +163,7 @@ def test_boards_ask_by_the_label_of_the_cluster_and_link_the_runbook(path: str) 
     assert back == DEFAULTS[path].decode(), "nothing else changes"
 
 
-def test_alertmanager_and_the_runbook_know_the_label_of_the_cluster() -> None:
+def test_alertmanager_and_runbook_know_the_label_of_the_cluster() -> None:
     """With a label that alerts do not have, an alert of one cluster would silence those of the others."""
     routing = yaml.safe_load(CHANGED["stack/alertmanager.yml"])
     for labels in (routing["route"]["group_by"], *(rule["equal"] for rule in routing["inhibit_rules"])):

@@ -85,7 +85,7 @@ def serve_a_life(mine: ByHand, n: int) -> None:
         assert eventually(lambda: not state_of(engine.server)), "it has let go of it"
 
 
-def test_it_begins_before_any_engine_and_serves_one_life_after_the_other() -> None:
+def test_it_starts_before_any_engine_and_serves_each_life() -> None:
     """And needs neither vLLM nor torch; what it logs is seen in each life."""
     with by_hand() as mine:
         assert eventually(lambda: f"is waiting for an engine with pages in {files.folder()}" in mine.log)
@@ -112,7 +112,7 @@ def test_it_ends_when_it_is_asked_to(number: int, has_engine: bool) -> None:
         assert "Traceback" not in mine.log
 
 
-def test_it_takes_over_where_another_one_ends_and_serves_a_server_that_has_none() -> None:
+def test_it_takes_over_at_anothers_end_and_serves_a_lone_server() -> None:
     with writing() as first:
         with exporter(first.server, port=Page().port), by_hand() as mine:
             text = "another exporter already serves the engines of a server; this one takes over when that one exits"

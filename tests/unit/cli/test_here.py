@@ -47,7 +47,7 @@ def test_the_engines_of_a_server_are_read_together_and_live() -> None:
             assert hits == {"0": n, "1": 10 * n}
 
 
-def test_an_engine_that_has_ended_is_none_of_them_and_reading_it_is_an_error() -> None:
+def test_an_ended_engine_is_not_listed_and_cannot_be_read() -> None:
     with page_folder(), watched.process("here", None, "hangs") as hanging:
         ((_, read),) = running().items()
         assert eventually(lambda: any(name == signals.CALL_IN_PROGRESS.name for name, _ in read().values))

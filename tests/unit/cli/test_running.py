@@ -120,7 +120,7 @@ SERIES = 'kvobs_loads_total{connector="cpu",mode="async",outcome="ok"} 1\n'
         (404, "", "answered 404 Not Found"),
     ],
 )
-def test_a_server_without_metrics_or_with_doubled_ones_is_a_mistake(status: int, body: str, says: str) -> None:
+def test_a_server_with_no_or_doubled_metrics_is_an_error(status: int, body: str, says: str) -> None:
     with answering(status, body) as url:
         (mistake,) = look([url]).mistakes
     assert mistake.found.startswith(says)

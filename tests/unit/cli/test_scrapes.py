@@ -37,7 +37,7 @@ def test_exposed_numbers_are_read_as_they_were_counted() -> None:
     assert owners["0", "cpu"].label(signals.CONNECTOR_INFO, "class") == "MeteredConnector"
 
 
-def test_other_metrics_are_left_alone_even_where_they_are_malformed() -> None:
+def test_other_metrics_are_left_alone_even_if_malformed() -> None:
     others = "vllm:x{a= 1\nhtml <b>\nkvobs_call_duration_seconds_bucket{le= 1\n"
     text = f'{others}kvobs_load_tokens_total{{connector="cpu"}} 7.0\n'
     assert parse(text) == {(LOAD_TOKENS.name, frozenset({("connector", "cpu")})): 7}
@@ -55,7 +55,7 @@ def test_any_text_is_read_or_refused(begin: str, text: str) -> None:
     assert all(map(math.isfinite, values))
 
 
-def test_values_without_a_number_are_left_out_and_labels_can_not_steer_a_terminal() -> None:
+def test_values_need_numbers_and_labels_steer_no_terminal() -> None:
     text = f'{LOADS.name} NaN\n{LOOKUPS.name}{{connector="\x1b[2Jred\\n"}} 1.0\n'
     assert parse(text) == {(LOOKUPS.name, frozenset({("connector", r"\x1b[2Jred\n")})): 1}
 
@@ -90,7 +90,7 @@ def test_answers_that_are_no_metrics_are_named(status: int, body: str, says: str
         fetch(url)
 
 
-def test_the_exporter_of_several_engines_is_read_while_one_of_them_runs() -> None:
+def test_an_exporter_of_engines_is_read_while_one_of_them_runs() -> None:
     text = 'kvobs_engine_up{engine="0"} 1\nkvobs_loads_total{engine="1"} 3\nkvobs_engine_up{engine="1"} 0\n'
     assert values_of(text)["kvobs_loads_total", frozenset({("engine", "1")})] == 3
 

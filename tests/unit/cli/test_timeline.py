@@ -121,7 +121,7 @@ def test_the_last_minute_is_summed_by_connector_and_hook() -> None:
     ]
 
 
-def test_a_busy_process_has_less_than_a_minute_and_one_that_waits_the_minute_before() -> None:
+def test_an_idle_process_has_a_whole_minute_and_a_busy_one_less() -> None:
     busy, now = begin(0), time.perf_counter_ns()
     room = busy.process.calls
     for i in range(2 * room):
@@ -154,7 +154,7 @@ def test_a_hook_has_one_line_in_eighty_columns() -> None:
     )
 
 
-def test_a_process_by_its_pid_has_all_rows_and_others_their_first() -> None:
+def test_a_process_by_pid_has_all_rows_and_others_their_first() -> None:
     box = begin(1, names=tuple(f"\x1b[3{i}m{i}" for i in range(9)))
     for i in range(9):
         note(box, i, "wait_for_save", time.perf_counter_ns(), i)
@@ -171,7 +171,7 @@ def test_a_process_by_its_pid_has_all_rows_and_others_their_first() -> None:
     assert f"no engine and no pid 'none-such'; known: rank 1, pid {os.getpid()} of engine {engine}" in output
 
 
-def test_without_pages_the_reasons_are_named_and_a_bad_page_is_left_out(folder: Path) -> None:
+def test_missing_pages_have_reasons_and_a_bad_one_is_left_out(folder: Path) -> None:
     code, output = run()
     assert code == 1
     assert f"found no page of an engine's process in {folder}: run this as the engine's user" in output
@@ -208,7 +208,7 @@ def test_a_damaged_page_is_shown_as_far_as_it_can_be(seed: int, folder: Path, tm
     assert len(list(folder.iterdir())) == 1
 
 
-def test_a_process_that_ends_well_says_so_while_its_page_is_there() -> None:
+def test_a_process_that_ended_well_shows_it_while_its_page_stays() -> None:
     box = begin()
     box.words[ENDED] = 1
     assert described()[0]["state"] == "ended well"
@@ -216,7 +216,7 @@ def test_a_process_that_ends_well_says_so_while_its_page_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
-def test_the_trace_has_a_track_for_each_process_and_a_row_for_each_connector(name: str, tmp_path: Path) -> None:
+def test_each_process_has_a_track_and_each_connector_a_row(name: str, tmp_path: Path) -> None:
     begin_ns = time.perf_counter_ns() - 9 * S
     boxes = [begin(None), begin(1)]
     note(boxes[0], 0, "build_connector_meta", begin_ns, 3000)

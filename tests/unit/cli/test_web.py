@@ -170,7 +170,7 @@ def test_the_other_scheme_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_restored")
-def test_a_proxy_that_does_not_answer_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_proxy_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:1")
     use_certificates()
     with pytest.raises(NoAnswerError) as error:

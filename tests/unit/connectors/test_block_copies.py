@@ -44,7 +44,7 @@ def test_in_host_memory_kvobs_does_the_work() -> None:
     assert counted(recorder, 1, "h2d") == 2 * 2 * 2 * 4 * 2  # blocks, layers, shape of a block, bytes
 
 
-def test_layers_of_several_sizes_are_counted_as_large_as_they_are() -> None:
+def test_layers_of_several_sizes_are_counted_at_their_sizes() -> None:
     recorder = Recorder(1)
     src, dst = (caches() | {"b": torch.zeros((BLOCKS, 3), dtype=torch.float16)} for _ in range(2))
     BlockCopies(recorder, BLOCKS).operation(0, Vllms())(src, dst, [3], [9], "h2d")
@@ -104,6 +104,6 @@ def test_blocks_are_known_by_their_number(blocks: int, per: int, others: int, kv
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2])
-def test_with_so_few_blocks_that_both_look_alike_blocks_come_first(blocks: int) -> None:
+def test_where_few_blocks_make_both_look_alike_blocks_come_first(blocks: int) -> None:
     few = {"a": torch.empty((2, 2, 5), device="meta")}
     assert block_dims(few, few, blocks) == {"a": 0}

@@ -28,7 +28,7 @@ def build(config: Any, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> Any
     return kvobs.MultiConnector(config, role, cache_config())
 
 
-def test_unknown_connectors_and_keys_are_reported_together_with_their_paths() -> None:
+def test_unknown_connectors_and_keys_are_reported_with_paths() -> None:
     bad = [{"kv_connector": "NoSuch", "kv_role": "kv_both"}, {**entry_for(Script("a")), "kv_rol": "kv_both"}]
     bad += [{"kv_connector": "LMCacheConnector", "kv_role": "kv_both"}]
     with pytest.raises(ConfigError) as error:
@@ -54,7 +54,7 @@ def test_a_module_that_can_not_be_imported_is_named() -> None:
 
 @pytest.mark.parametrize("is_stuck", [False, True])
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_connectors_already_built_are_shut_down_when_a_later_one_fails(role: KVConnectorRole, is_stuck: bool) -> None:
+def test_built_connectors_are_shut_down_when_a_later_one_fails(role: KVConnectorRole, is_stuck: bool) -> None:
     a, b = Script("a"), Script("b")
     if is_stuck:
         a.raises["shutdown"] = RuntimeError("stuck")  # hides nothing
@@ -81,7 +81,7 @@ def test_layouts_must_agree() -> None:
     assert get_kv_connector_cache_layout() is None
 
 
-def test_each_connector_sees_its_own_transfer_config_and_the_rest_of_vllms() -> None:
+def test_each_connector_sees_its_config_and_the_rest_of_vllms() -> None:
     config = config_of(entry_for(Script("a")), entry_for(Script("b")))
     first, second = build(config)._connectors
     assert first._kv_transfer_config.kv_connector_extra_config == {"tag": "a"}

@@ -72,7 +72,7 @@ def test_chain_puts_the_connectors_items_one_after_the_other() -> None:
     assert wrapper.take_events() == ["a", "b", "c"]
 
 
-def test_guarded_reaches_every_connector_and_raises_the_first_error() -> None:
+def test_guarded_reaches_every_connector_and_raises_one_error() -> None:
     first = OSError("first")
     wrapper = bound({}, {"shutdown": first}, {"shutdown": ValueError("second")}, {})
     with pytest.raises(OSError, match="first"):
@@ -84,7 +84,7 @@ def test_call_all_returns_every_answer() -> None:
     assert call_all("reset_cache", bound({"reset_cache": True}, {"reset_cache": None}).connectors) == [True, None]
 
 
-def test_hooks_that_this_vllm_does_not_know_and_those_of_a_layer_are_left_alone() -> None:
+def test_unknown_hooks_and_those_of_a_layer_are_left_alone() -> None:
     wrapper = bound({}, known=HOOKS.keys() - {"finish_forward"})
     assert not hasattr(wrapper, "finish_forward")
     assert hasattr(wrapper, "wait_for_save")
@@ -98,7 +98,7 @@ class Quiet:
         pass
 
 
-def test_a_connector_whose_hook_is_empty_is_left_out_and_not_counted() -> None:
+def test_a_connector_with_an_empty_hook_is_not_called_or_counted() -> None:
     real = bound({}).wrapped[0]
     recorder = Recorder(2)
     wrapper: Any = SimpleNamespace()

@@ -72,9 +72,7 @@ def test_only_closed_hooks_are_not_called_and_that_is_no_failure(hook: str) -> N
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_call_within_a_step_that_takes_long_is_reported_once_it_is_over(
-    hook: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_call_within_a_step_is_reported_once_it_is_over(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """N8. What happens once, such as the start, may take its time; a call between layers is not measured."""
     now = [0]
     monkeypatch.setattr("kvobs.connectors.gate.perf_counter_ns", lambda: now[0])
@@ -163,7 +161,7 @@ def test_a_load_has_begun_when_the_call_came_back() -> None:
     assert made.began
 
 
-def test_errors_between_layers_are_counted_once_and_the_call_is_not() -> None:
+def test_errors_between_layers_count_once_and_the_call_does_not() -> None:
     recorder = Recorder(1)
     Gate(0, recorder).guard_layer("save_kv_layer", raising)("layer.0", 1, 2)
     grown = taken(recorder)

@@ -41,7 +41,7 @@ def test_a_name_is_taken_for_the_one_that_was_meant(name: str, meant: str | None
     assert nearest("abc", ("AbcLongerConnector", "AbcZ")) == "AbcZ", "the shortest of those that begin so"
 
 
-def test_a_removed_connector_has_no_namesake_and_a_new_name_is_one_that_this_vllm_has() -> None:
+def test_a_removed_connector_is_replaced_only_by_an_existing_one() -> None:
     removed = ("it was removed from vLLM", "use 'NixlConnector' or 'MooncakeConnector', whose options differ")
     assert cure("P2pNcclConnector", NAMES) == removed
     assert cure("SharedStorageConnector", NAMES)[1] == "use 'ExampleConnector'"
@@ -90,7 +90,7 @@ def test_a_strangers_package_is_not_taken_for_the_library(tmp_path: Path, monkey
     ("NixlConnector", True), ("NixlPushConnector", True), ("MooncakeConnector", True), ("OffloadingConnector", False),
     ("MooncakeStoreConnector", False), ("SimpleCPUOffloadConnector", False), ("ExampleConnector", False),
 ])  # fmt: skip
-def test_a_class_that_reads_which_engine_has_the_kv_hands_it_over(name: str, is_between: bool) -> None:
+def test_a_class_that_reads_which_engine_has_kv_hands_it_over(name: str, is_between: bool) -> None:
     assert hands_over(KVConnectorFactory.get_connector_class_by_name(name)) is is_between
 
 
@@ -131,6 +131,6 @@ class ById:
         return re.search(r"___prefill_addr_(.*):(\d+)___", request_id)
 
 
-def test_another_packages_class_is_known_by_its_code_and_not_by_its_name() -> None:
+def test_a_class_of_another_package_is_known_by_its_code() -> None:
     assert all(map(hands_over, (Scheduler, Outer, ById)))
     assert not hands_over(Skips)

@@ -71,7 +71,7 @@ def test_kv_events_are_counted_by_type_and_medium_and_passed_on() -> None:
     }  # fmt: skip
 
 
-def test_saved_tokens_are_those_of_events_with_tokens_of_one_group() -> None:
+def test_saved_tokens_are_from_events_with_one_groups_tokens() -> None:
     """A sliding window's events are about the same tokens, or have none."""
 
     def stored(tokens: int, medium: str | None, group: int | None = None, kind: Any = BlockStored) -> Any:
@@ -131,7 +131,7 @@ def test_the_store_holds_what_a_set_of_hashes_would(steps: list[list[tuple[str, 
         assert by_medium(recorder, EVICTED_TOKENS) == {name: SIZE * n for name, n in gone.items() if n}
 
 
-def test_what_was_stored_in_an_earlier_life_is_evicted_and_never_makes_the_store_negative() -> None:
+def test_evictions_from_an_earlier_life_leave_no_negative_store() -> None:
     events, recorder = events_of()
     events.count([stored([1]), removed([7, 8, 9])])
     assert by_medium(recorder, STORED_TOKENS) == {}

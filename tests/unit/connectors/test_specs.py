@@ -12,7 +12,7 @@ from kvobs.testing import Script
 from tests.support.numbers import taken
 
 
-def test_whose_load_ends_its_promised_save_is_known_by_class_also_within_a_router_of_vllm() -> None:
+def test_a_class_whose_load_ends_its_save_is_known_in_a_router() -> None:
     flexkv = type("Mine", (type("FlexKVConnectorV1", (), {}),), {})()
     other = Script("other")
     assert load_ends_save(flexkv)
@@ -54,7 +54,7 @@ TIERS = OF_ALL | {"secondary_tiers": [{"type": "fs"}]}
     ("SimpleCPUOffloadConnector", OF_ALL | {"disk_path": "/d"}, 1001, False),
     ("HF3FSKVConnector", {"hf3fs_file_size": 8000}, 10_000, False),
 ])  # fmt: skip
-def test_memory_without_room_for_one_prompt_is_a_warning_with_both_numbers(
+def test_memory_too_small_for_a_prompt_warns_with_both_numbers(
     name: str, options: Any, longest: int, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the memory of a connector with tiers, too: each prompt goes through it."""

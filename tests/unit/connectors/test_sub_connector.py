@@ -37,7 +37,7 @@ def counted(recorder: Recorder) -> int:
     return sum(n for slot, n in counts(recorder).items() if locate(slot)[1] != SUM)
 
 
-def test_base_class_hooks_with_a_body_are_called_and_not_recorded() -> None:
+def test_base_hooks_with_a_body_are_called_but_not_recorded() -> None:
     connector, recorder = made(IdleConnector)
     connector.bind_connector_metadata("metadata")
     assert connector.wrapped._connector_metadata == "metadata"
@@ -83,7 +83,7 @@ def test_unbuilt_connectors_capabilities_do_not_weigh() -> None:
     assert one.requires_kv_delivery is False
 
 
-def test_a_class_that_can_not_be_imported_is_left_out_if_it_is_isolated(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_isolated_class_that_fails_to_import_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     """Not under a whole engine: with the hybrid KV cache manager vLLM imports the classes itself, and ends there."""
     unknown = {"kv_connector": "Absent", "kv_connector_module_path": "no_such_module_anywhere", "kv_role": "kv_both"}
     absent, other = read_specs(transfer_config("kvobs", [unknown, entry_for(Script("x"))], {"best_effort": ["Absent"]}))
@@ -135,7 +135,7 @@ def test_a_hook_about_a_request_has_it_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_calls_about_a_request_and_no_others_are_activated_around_what_is_recorded(is_on: bool) -> None:
+def test_only_calls_about_a_request_are_active_in_a_trace(is_on: bool) -> None:
     noted: list[str] = []
 
     def activated(call: Any) -> Any:

@@ -153,7 +153,7 @@ def test_a_synchronous_load_that_is_not_recomputed_is_a_warning(conditions: Cond
     assert unsafe_loads(validated.specs, conditions, "fail") == {}
 
 
-def test_beside_an_isolated_connector_the_advice_is_to_isolate_this_one_too() -> None:
+def test_next_to_an_isolated_connector_isolation_is_advised() -> None:
     """For isolation needs the policy "recompute"."""
     roles = {"sync": (OnlySync, "kv_both"), "best": (OnlyAsync, "kv_both")}
     (warning,) = checked(roles, V2_RUNNER, best_effort=["best"]).warnings

@@ -105,7 +105,7 @@ def test_a_connectors_policy_that_differs_is_a_warning(own: str | None, policy: 
     assert [(warning.path, warning.found[:5], warning.fix[:3]) for warning in checked.warnings] == expected
 
 
-def test_mistakes_in_options_and_in_connectors_are_found_at_once_with_vllm_and_without() -> None:
+def test_all_errors_are_found_at_once_with_and_without_vllm() -> None:
     """Without vLLM classes are unknown, and all else is found."""
     extra = {"connectors": [{"kv_connector": "X"}, {**ENTRY, "kv_rol": 1}], "kvobs": {"load_policy": 1}}
     expected = ["kvobs.load_policy", "connectors[0].kv_role", "connectors[1].kv_rol"]
@@ -144,6 +144,6 @@ def test_a_connector_that_hands_kv_over_has_no_minimum() -> None:
         ({"on_mismatch": "recompute"}, None, [f"{config.PATH}.kvobs.verify.sample_ratio", "kv_load_failure_policy"]),
     ],
 )
-def test_loads_with_wrong_bytes_fail_only_where_they_are_computed(verify: Any, policy: Any, paths: list[str]) -> None:
+def test_loads_with_wrong_bytes_fail_only_if_they_are_recomputed(verify: Any, policy: Any, paths: list[str]) -> None:
     checked = validate({"connectors": [ENTRY], "kvobs": {"verify": verify}}, policy, TransferConfig)
     assert [mistake.path for mistake in checked.mistakes] == paths

@@ -31,7 +31,7 @@ OVERVIEW, CONNECTOR, SLOW_LOADS = (
 each = pytest.mark.parametrize("path", BOARDS)
 
 
-def test_the_files_are_what_the_generator_makes_and_the_check_names_one_that_differs(
+def test_files_are_as_generated_and_the_check_names_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     assert differences(GENERATED) == []

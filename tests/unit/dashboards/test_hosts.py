@@ -63,7 +63,7 @@ def test_an_alert_is_about_the_host_that_has_the_trouble(name: str, tmp_path: Pa
     passes(tests, tmp_path, name)
 
 
-def test_the_cost_of_ranks_on_another_host_is_divided_by_their_number(tmp_path: Path) -> None:
+def test_the_cost_of_remote_ranks_is_divided_by_their_number(tmp_path: Path) -> None:
     name = "KvobsTelemetryCost"
     alert, head = BY_NAME[name], engine({**cost("0+1x400", ranks=4), CORE: "9000+0x400"})
     alone = engine({**cost("0+1x400"), CORE: "9000+0x400"}, {"instance": "gpu-3:8000"})

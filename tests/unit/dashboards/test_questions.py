@@ -118,7 +118,7 @@ def evicting(name: str, *media: str, evicted: int, reused: int, loaded: int) -> 
     return {series: f"0+{n}x60" for series, n in (of_memory | saves | loads).items()}
 
 
-def test_a_store_thrashes_where_it_loads_less_than_it_evicts_too_early(tmp_path: Path) -> None:
+def test_a_store_thrashes_if_it_loads_less_than_it_loses(tmp_path: Path) -> None:
     series = (
         evicting("thrashes", "cpu", evicted=6000, reused=40, loaded=2000)
         | evicting("serves none", "cpu", evicted=6000, reused=40, loaded=0)
@@ -137,7 +137,7 @@ def test_a_store_thrashes_where_it_loads_less_than_it_evicts_too_early(tmp_path:
     }  # fmt: skip
 
 
-def test_the_tile_shows_what_hangs_of_calls_and_of_all_that_waits(tmp_path: Path) -> None:
+def test_the_tile_shows_hanging_calls_and_all_that_waits(tmp_path: Path) -> None:
     series = {
         'kvobs_call_in_progress_seconds{connector="a",hook="h",rank="0"}': "2x20",
         **{
@@ -179,7 +179,7 @@ def test_verdict_is_the_one_failing_engine_of_64(tmp_path: Path) -> None:
     assert answers(tmp_path, series, worst, label="instance") == {"gpu-0:8000": 0.5}
 
 
-def test_an_exception_of_ranks_on_another_host_makes_no_engine_fail(tmp_path: Path) -> None:
+def test_an_exception_on_another_host_makes_no_engine_fail(tmp_path: Path) -> None:
     of_ranks = {'kvobs_connector_info{connector="disk"}': "1x20", 'kvobs_call_errors_total{connector="disk"}': RISING}
     series = fleet(1, 0) | on(9, of_ranks)
     assert answers(tmp_path, series, questions.failing_share(*by_engine), label="instance") == {"gpu-0:8000": 0}
@@ -196,7 +196,7 @@ def test_slowest_engine_of_256_is_named(tmp_path: Path) -> None:
     }
 
 
-def test_alerts_that_fire_are_those_of_what_is_chosen_and_those_without_such_labels(tmp_path: Path) -> None:
+def test_firing_alerts_are_the_chosen_ones_or_have_no_such_label(tmp_path: Path) -> None:
     def alert(name: str, severity: str, **labels: str) -> dict[str, str]:
         said = "".join(f',{label}="{value}"' for label, value in labels.items())
         return {f'ALERTS{{alertname="{name}",alertstate="firing",severity="{severity}",job="j"{said}}}': "1x20"}
@@ -255,7 +255,7 @@ def test_the_gain_as_a_share_of_the_time_of_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm:prompt_tokens_total", "vllm_prompt_tokens_total"])
-def test_the_share_of_prompt_tokens_by_either_name_and_from_another_job(tmp_path: Path, name: str) -> None:
+def test_the_loaded_share_reads_either_name_from_another_job(tmp_path: Path, name: str) -> None:
     """Prompts count once, also where preempted requests load again."""
     series = connector("cpu", load_tokens_total="0+480x20")
     asked = questions.loaded_share().replace("$job", "j")
@@ -269,7 +269,7 @@ def test_the_share_of_prompt_tokens_by_either_name_and_from_another_job(tmp_path
 
 
 @pytest.mark.parametrize("host", ["gpu-1", "10.0.0.1", "[fd00::1]"])
-def test_the_exporter_and_its_server_are_one_host_whatever_their_ports(tmp_path: Path, host: str) -> None:
+def test_an_exporter_and_its_server_are_one_host_on_any_ports(tmp_path: Path, host: str) -> None:
     of = ',job="{}",instance="{}",model_name="{}",engine="0"}}'.format
     own = of("kvobs", f"{host}:9464", "m")
     series = {name.replace("}", own).replace("{,", "{"): values for name, values in connector("cpu").items()}

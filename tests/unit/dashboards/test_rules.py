@@ -66,7 +66,7 @@ def test_an_alert_says_all_that_it_must(name: str) -> None:
 
 
 @NAMES
-def test_an_alert_leads_to_a_board_that_exists_with_variables_that_it_has(name: str) -> None:
+def test_an_alert_links_an_existing_board_with_known_variables(name: str) -> None:
     alert = BY_NAME[name]
     url = urlsplit(RULE_OF[name]["annotations"]["dashboard_url"])
     board = json.loads((FOLDER / f"generated/boards/{url.path.removeprefix('/d/')}.json").read_text())
@@ -82,7 +82,7 @@ def test_a_description_uses_labels_that_its_alert_has(name: str) -> None:
     assert used <= labels_after(promql_parser.parse(RULE_OF[name]["expr"]))
 
 
-def test_every_alert_has_its_section_in_the_runbook_in_the_same_order() -> None:
+def test_every_alert_has_a_runbook_section_in_the_same_order() -> None:
     assert re.findall(r"^## (\w+)$", (FOLDER / "runbook.md").read_text(), re.MULTILINE) == list(BY_NAME)
 
 
@@ -280,7 +280,7 @@ def test_alerts_are_in_the_order_of_their_severity() -> None:
     }  # fmt: skip
 
 
-def test_every_threshold_is_in_a_rule_and_that_of_a_histogram_is_one_of_its_bounds() -> None:
+def test_thresholds_are_in_rules_and_are_bounds_of_histograms() -> None:
     assert SITE.slow_load_s in signals.LOAD_DURATION.buckets
     text = rules_yaml()
     for name in (*thresholds(), "job", "cluster", "grafana", "runbook"):

@@ -40,7 +40,7 @@ def mounts(service: str) -> dict[str, str]:
 # --- the compose file
 
 
-def test_every_image_is_pinned_to_a_version_and_that_for_gpus_to_the_vllm_that_is_tested() -> None:
+def test_images_are_pinned_and_the_gpu_one_to_the_tested_vllm() -> None:
     images = [content["image"] for content in SERVICES.values() if "build" not in content]
     images += re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
     assert len(images) == 7
@@ -60,7 +60,7 @@ def test_ports_are_on_this_machine_only_and_can_be_changed() -> None:
     }  # fmt: skip
 
 
-def test_tempo_and_prometheus_listen_where_the_settings_name_them() -> None:
+def test_tempo_and_prometheus_listen_where_the_settings_say() -> None:
     text = "\n".join(path.read_text() for path in STACK.rglob("*") if path.is_file())
     named = set(re.findall(r"\b(prometheus|tempo):(\d{4,})", text))
     assert named == {("prometheus", "9090"), ("tempo", "3200"), ("tempo", "4317")}
@@ -100,7 +100,7 @@ def test_the_jobs_are_those_of_the_quick_start() -> None:
     assert found == {"vllm": "vllm:8000", "kvobs": "vllm:9464", "otel-collector": "otel-collector:8888"}
 
 
-def test_without_the_exporter_one_job_takes_what_the_other_leaves_out() -> None:
+def test_without_the_exporter_one_job_takes_what_another_omits() -> None:
     vllm, kvobs = jobs_in("docs/metrics.md")
     assert vllm["static_configs"] == kvobs["static_configs"] == [{"targets": ["localhost:8000"]}]
     assert (vllm["job_name"], vllm["metrics_path"]) == ("vllm", "/metrics")
@@ -152,14 +152,14 @@ def test_anybody_may_look_and_who_signs_in_may_explore() -> None:
     assert f"sign in as `admin`, with the password `{default}` (`GRAFANA_PASSWORD`)" in " ".join(page.split())
 
 
-def test_traces_are_found_at_once_and_kept_for_as_long_as_metrics() -> None:
+def test_traces_are_found_at_once_and_kept_as_long_as_metrics() -> None:
     """Tempo's default hides the newest 30 seconds from searches; without old traces exemplars lead nowhere."""
     assert int(load("tempo.yaml")["query_frontend"]["query_end_cutoff"].removesuffix("s")) <= 5
     (kept,) = re.findall(r"--storage\.tsdb\.retention\.time=(\d+)d", json.dumps(SERVICES["prometheus"]["command"]))
     assert load("tempo.yaml")["overrides"]["defaults"]["compaction"]["block_retention"] == f"{int(kept) * 24}h"
 
 
-def test_from_a_span_to_metrics_by_attributes_and_labels_that_there_are() -> None:
+def test_spans_lead_to_metrics_by_existing_attributes_and_labels() -> None:
     to_metrics = SOURCES["tempo"]["jsonData"]["tracesToMetrics"]
     labels = {tag["value"] for tag in to_metrics["tags"]}
     assert {tag["key"] for tag in to_metrics["tags"]} <= spans.ATTRIBUTES.keys()
@@ -176,7 +176,7 @@ def test_from_a_span_to_metrics_by_attributes_and_labels_that_there_are() -> Non
 # --- the collector
 
 
-def test_the_collector_uses_all_that_it_defines_and_samples_by_the_end_of_a_trace() -> None:
+def test_the_collector_uses_all_parts_and_samples_whole_traces() -> None:
     """Spans of slow loads come when they end; a trace begins with its lookup."""
     config = load("otel-collector.yaml")
     (pipeline,) = config["service"]["pipelines"].values()
@@ -197,7 +197,7 @@ def test_the_collector_uses_all_that_it_defines_and_samples_by_the_end_of_a_trac
     assert set(wanted["values"]) == set(spans.URGENT)
 
 
-def test_the_collectors_own_metrics_can_be_scraped_by_the_names_of_the_docs() -> None:
+def test_the_collectors_metrics_have_the_names_in_the_docs() -> None:
     """From outside its container, and without the suffix that the Prometheus exporter adds by default."""
     (reader,) = load("otel-collector.yaml")["service"]["telemetry"]["metrics"]["readers"]
     without = dict.fromkeys(("without_type_suffix", "without_units", "without_scope_info"), True)
@@ -264,7 +264,7 @@ def test_a_cluster_scrapes_the_same_two_jobs() -> None:
     assert [*found, "otel-collector"] == [job["job_name"] for job in load("prometheus.yml")["scrape_configs"]]
 
 
-def test_the_pods_of_the_deployment_have_the_ports_that_are_scraped() -> None:
+def test_the_deployments_pods_have_the_scraped_ports() -> None:
     page = (ROOT / "docs/deployment.md").read_text()
     blocks = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)]
     (deployment,) = [block for block in blocks if isinstance(block, dict) and block.get("kind") == "Deployment"]

@@ -65,7 +65,7 @@ def test_jobs_into_one_chunk_keep_each_others_blocks() -> None:
     assert cache[:, 0].tolist() == [1, 1, 2, 2]
 
 
-def test_prompts_differ_for_exampleconnector_too_and_share_their_document() -> None:
+def test_prompts_differ_for_exampleconnector_and_share_documents() -> None:
     both = [load.prompts(questions, 24) for questions in (0, 1)]
     for prompts in both:
         assert len({prompt[: 28 * load.BLOCK] for prompt in prompts}) == len(load.DOCUMENTS)
@@ -131,7 +131,7 @@ def test_the_load_stops_at_the_first_failure() -> None:
     assert len(server.seen) <= 4
 
 
-def test_a_histogram_is_printed_as_its_mean_over_all_engines_and_what_is_zero_is_not() -> None:
+def test_a_histogram_is_printed_as_a_mean_and_zeros_are_left_out() -> None:
     def sample(series: str, value: float, **labels: str) -> tuple[Series, float]:
         named = {"model_name": "m", "connector": "cpu", "mode": "async", **labels}
         return (f"kvobs_{series}", frozenset(named.items())), value

@@ -149,7 +149,7 @@ def test_without_vllm_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("fault", [None, *run.FAULTS])
-def test_the_demos_configuration_is_valid_with_each_fault_and_without(fault: str | None, tmp_path: Path) -> None:
+def test_the_demos_configuration_is_valid_with_any_fault(fault: str | None, tmp_path: Path) -> None:
     config = (
         run.with_fault(run.FAULTS[fault], tmp_path)
         if fault

@@ -76,7 +76,7 @@ trace 4bf92f3577b34da6a3ce929d0e0e4736
     assert red not in shown(*LOADED, colour=True)
 
 
-def test_spans_of_several_services_say_which_and_what_they_link_to() -> None:
+def test_spans_of_several_services_name_them_and_their_links() -> None:
     """A link within the trace is seen in the tree already."""
     links = (("ab" * 16, "01" * 8), (TRACE, "02" * 8))
     assert shown(
@@ -90,7 +90,7 @@ trace 4bf92f3577b34da6a3ce929d0e0e4736  a-0, b-0
                                                            abababab"""  # fmt: skip
 
 
-def test_a_span_without_its_parent_names_its_connector_and_no_span_is_no_line() -> None:
+def test_an_orphan_names_its_connector_and_no_span_has_no_line() -> None:
     orphan = span("kv.load.rank", 5, 3, 4.1, 11, kv_connector="cpu", kv_rank=0)
     assert shown(orphan).splitlines()[1].startswith("└── kv.load.rank 0 cpu  ")
     assert shown() == "trace"

@@ -78,7 +78,7 @@ def test_a_row_says_what_happened_between_two_scrapes_per_second() -> None:
     ) == (0, 1.5, 2, 3.5, True)
 
 
-def test_the_first_scrape_and_that_after_a_restart_say_what_happened_since_the_start() -> None:
+def test_first_scrapes_show_what_happened_since_the_start() -> None:
     engines = Engines("cpu", "disk")
     for _ in range(3):
         engines.send(busy)
@@ -99,7 +99,7 @@ def test_the_first_scrape_and_that_after_a_restart_say_what_happened_since_the_s
     assert (cpu.lookups_per_s, cpu.load_tokens_per_s, cpu.stall_s_per_s) == (4, 1024, about(0.020))
 
 
-def test_engines_have_connectors_of_their_own_in_the_order_of_numbers_and_of_the_configuration() -> None:
+def test_engines_have_their_own_connectors_in_configured_order() -> None:
     engines = Engines("second", "first", engines=11)
     engines.send(lambda recorder: count(recorder, 1, signals.LOAD_TOKENS, 7), engine=10)
     connectors = server_row("here", None, engines.scrape()).connectors
@@ -239,7 +239,7 @@ def test_a_connector_thrashes_only_while_it_evicts() -> None:
     assert server_row("here", after, later).connectors[0].state == "Idle"
 
 
-def test_a_connector_that_thrashes_and_never_serves_is_shown_with_the_cause() -> None:
+def test_the_cause_is_shown_where_a_store_thrashes() -> None:
     scrape = Scrape(0.0, parse(unserved(more=thrashing(loaded=0))))
     assert server_row("here", None, scrape).connectors[0].state == "Thrashes"
 

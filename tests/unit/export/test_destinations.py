@@ -39,7 +39,7 @@ def test_all_that_hides_them_is_known() -> None:
 
 
 @pytest.mark.parametrize("hidden", HIDDEN, ids=lambda hidden: hidden.path)
-def test_where_they_are_hidden_the_exporter_runs_or_a_warning_has_both_remedies(hidden: Hidden) -> None:
+def test_hidden_metrics_run_the_exporter_or_warn_with_remedies(hidden: Hidden) -> None:
     (finding,) = findings(None, hidden)
     assert str(finding).startswith(
         f"{hidden.path}: {hidden.found}, and kvobs.exporter is null: metrics and tracing are"

@@ -62,7 +62,7 @@ def test_a_sum_that_has_wrapped_is_a_number_without_a_sign(n: int) -> None:
     assert engine.counts()[SUM] == (n + 1) % 2**64
 
 
-def test_the_cost_of_recording_is_the_number_of_calls_times_that_of_one() -> None:
+def test_the_cost_of_recording_is_calls_times_the_cost_of_one() -> None:
     pages, cost_ns = Pages(None, 0), 250.0
     for page, calls in zip(pages.writers, (1000, 500), strict=True):
         page.add(CALLS, calls)
@@ -73,7 +73,7 @@ def test_the_cost_of_recording_is_the_number_of_calls_times_that_of_one() -> Non
     assert engine.counts()[RECORD] == 1500 * cost_ns
 
 
-def test_numbers_are_live_and_those_of_a_process_that_has_gone_stay() -> None:
+def test_numbers_are_live_and_those_of_an_ended_process_stay() -> None:
     pages = Pages(None, 0)
     engine = pages.engine()
     pages.add(HIT, 2, writer=1)
@@ -88,7 +88,7 @@ def test_numbers_are_live_and_those_of_a_process_that_has_gone_stay() -> None:
     assert engine.rows() == {(signals.CALL_ERRORS, 0, ("other", "OSError")): 4}
 
 
-def test_a_later_reader_has_the_numbers_of_a_worker_that_was_killed() -> None:
+def test_a_later_reader_has_the_numbers_of_a_killed_worker() -> None:
     pages = Pages(None, connectors=tuple(map(ConnectorInfo, NAMES)))
     with process(pages.engine_id, 0, "is killed") as killed:
         os.waitpid(killed.pid, 0)
@@ -99,7 +99,7 @@ def test_a_later_reader_has_the_numbers_of_a_worker_that_was_killed() -> None:
     assert engine.is_alive, "its scheduler's process runs"
 
 
-def test_further_values_of_several_processes_are_one_series_and_no_other_ends() -> None:
+def test_further_values_share_one_series_and_no_other_ends() -> None:
     pages = Pages(None, 0)
     for i in range(SERIES_AT_MOST):
         for page in pages.writers:
@@ -125,7 +125,7 @@ def test_further_values_of_several_processes_are_one_series_and_no_other_ends() 
 # Who it is
 
 
-def test_the_schedulers_process_is_asked_about_an_engine_whose_workers_begin_first() -> None:
+def test_the_scheduler_describes_an_engine_even_if_it_comes_last() -> None:
     pages = Pages(1, 0)
     engine = pages.engine()
     assert (engine.head and engine.head.rank, engine.has_core) == (1, False)
@@ -135,7 +135,7 @@ def test_the_schedulers_process_is_asked_about_an_engine_whose_workers_begin_fir
     assert (engine.head.rank, engine.has_core, engine.info) == (None, True, pages.info)
 
 
-def test_an_engine_ends_with_its_scheduler_and_without_one_with_its_last_rank() -> None:
+def test_an_engine_ends_with_its_scheduler_or_else_its_last_rank() -> None:
     pages = Pages(None, 0, 1)
     engine = pages.engine()
     of = {page.rank: page for page in engine.all()}
@@ -189,7 +189,7 @@ def other_version(pages: Pages, name: str = "rank9-9-9") -> str:
     return made
 
 
-def test_a_page_of_another_version_is_refused_and_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_of_another_version_is_refused_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     pages = Pages(None)
     pages.add(HIT, 3)
     name = other_version(pages)
@@ -212,7 +212,7 @@ def test_a_page_with_other_connectors_is_refused() -> None:
     assert (len(engine.all()), engine.refused) == (1, 1)
 
 
-def test_a_page_that_is_only_half_written_is_read_when_it_is_whole() -> None:
+def test_a_half_written_page_is_read_when_it_is_whole() -> None:
     pages = Pages(None, 0)
     memory, head = pages.writers[1].words.obj, slice(0, HEAD.size)
     written: Any = memory

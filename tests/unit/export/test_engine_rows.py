@@ -8,7 +8,7 @@ from kvobs.schema.signals import OTHER_VALUE, PEER_LOADS, SERIES_AT_MOST
 from tests.support.watched import REMOTE, begin, config
 
 
-def test_a_series_of_all_processes_is_counted_as_itself_where_others_are_too_many() -> None:
+def test_a_series_of_all_processes_is_kept_where_others_overflow() -> None:
     name = f"rows-{uuid4()}"
     pages = [begin(name, rank) for rank in range(3)]
     values = tuple(f"value {i}" for i in range(len(PEER_LOADS.labels)))
@@ -28,7 +28,7 @@ def test_a_series_of_all_processes_is_counted_as_itself_where_others_are_too_man
         page.close()
 
 
-def test_the_many_series_of_one_connector_leave_those_of_another_as_they_are() -> None:
+def test_many_series_of_a_connector_leave_anothers_unchanged() -> None:
     name = f"rows-{uuid4()}"
     pages = [begin(name, rank) for rank in range(2)]
     others = ("value",) * (len(PEER_LOADS.labels) - 1)

@@ -157,7 +157,7 @@ def test_engine_killed_whole_reports_only_a_call_that_hung(  # noqa: PLR0917 - i
     [("runs", 10**18, True), ("runs", 0, False), ("ends", 10**18, False), (None, 10**18, False)],
     ids=["killed by another", "stopped by vLLM, after a while", "its parent too", "nothing is known of its parent"],
 )
-def test_a_rank_that_is_alone_on_its_host_was_not_stopped_if_it_worked_and_its_parent_runs(
+def test_a_lone_rank_that_worked_under_its_parent_was_killed(
     parent: str | None, idle_ns: int, is_named: bool, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_watch, "IDLE_NS", idle_ns)

@@ -45,7 +45,7 @@ def test_values_are_those_of_the_text(counted: Numbers) -> None:
         assert bounds_as_numbers(values_of(totals.series())) == bounds_as_numbers(parse(text))
 
 
-def test_the_numbers_of_a_minute_ago_are_there_and_older_ones_of_a_stopped_exporter_are_not() -> None:
+def test_numbers_from_a_minute_ago_exist_but_not_after_a_stop() -> None:
     pages, clock = Pages(), Clock()
     history = History(pages.totals(), clock)
     assert history.scrapes()[0] is None
@@ -68,7 +68,7 @@ def test_the_numbers_of_a_minute_ago_are_there_and_older_ones_of_a_stopped_expor
     assert hits() == [None, 200]
 
 
-def test_a_course_has_rates_failures_and_durations_of_each_interval() -> None:
+def test_a_course_has_rates_failures_and_durations_per_interval() -> None:
     pages, clock = Pages(), Clock()
     history = History(pages.totals(), clock)
     duration = word(1, slot(LOAD_DURATION, "sync"))
@@ -91,7 +91,7 @@ def test_a_course_has_rates_failures_and_durations_of_each_interval() -> None:
     assert history.course("unknown") == []
 
 
-def test_no_more_than_ten_minutes_are_kept_and_they_take_less_than_a_megabyte() -> None:
+def test_ten_minutes_are_kept_and_take_less_than_a_megabyte() -> None:
     pages, clock = Pages(None, *range(8)), Clock()
     history = History(pages.totals(), clock)
     history.sample()

@@ -135,7 +135,7 @@ def test_a_client_at_another_address_is_elsewhere(
     assert statuses.asked == [(False, True)]
 
 
-def test_a_status_page_that_fails_is_counted_and_the_metrics_stay(
+def test_a_failing_status_page_is_counted_and_the_metrics_stay(
     status: tuple[Pages, Statuses], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages, statuses = status

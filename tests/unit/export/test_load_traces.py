@@ -23,7 +23,7 @@ def shown(trace: LoadTrace) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
-def test_a_load_of_a_request_that_nobody_sampled_has_its_queue_ranks_and_resume() -> None:
+def test_an_unsampled_load_has_its_queue_ranks_and_resume() -> None:
     (trace,) = traces(*SLOW)
     assert (trace.connector, trace.request, trace.outcome, trace.mode) == (
         "remote",
@@ -91,7 +91,7 @@ def test_calls_and_wrong_bytes_that_belong_to_it_are_in_it() -> None:
     ]  # fmt: skip
 
 
-def test_only_slow_and_failed_loads_are_shown_each_once_in_the_order_of_their_begin() -> None:
+def test_only_slow_and_failed_loads_are_shown_once_in_order() -> None:
     well = span("kv.load", 50, 1, 1, reason=Reason.LEVEL, **OF_LOAD, mode="async", outcome="ok")
     found = traces(*FAILED, *SLOW, *SLOW, well)
     assert [trace.connector for trace in found] == ["remote", "cpu"]
@@ -111,7 +111,7 @@ def test_a_sync_load_waits_within_its_step() -> None:
 
 
 @pytest.mark.parametrize("odd", [{}, {"tokens": "x", "queued": "y", "outcome": "\x1b[31m", "offered_tokens__a": "z"}])
-def test_a_load_with_odd_attributes_is_shown_and_steers_no_terminal(odd: dict[str, Any]) -> None:
+def test_a_load_with_odd_attributes_is_shown_without_escapes(odd: dict[str, Any]) -> None:
     (trace,) = traces(span("kv.load", 3, 10, 150, **odd))
     assert (trace.connector, trace.request) == ("?", "?")
     assert not any("\x1b" in part.title + part.words for part in trace.parts)

@@ -40,7 +40,7 @@ def test_growth_adds_up_over_scrapes_and_restarts(turns: list[tuple[bool, int]])
     assert counted == sum(n for _, n in turns) - lost
 
 
-def test_a_restart_shows_in_whole_numbers_and_in_series_that_are_gone() -> None:
+def test_a_restart_shows_in_whole_numbers_and_missing_series() -> None:
     def of(**values: float) -> dict[Series, float]:
         return {(f"kvobs_{name}", frozenset()): value for name, value in values.items()}
 
@@ -53,7 +53,7 @@ def test_a_restart_shows_in_whole_numbers_and_in_series_that_are_gone() -> None:
     assert not has_restarted(of(load_stall_seconds_sum=2), of(load_stall_seconds_sum=2 - 1e-12))
 
 
-def test_samples_are_summed_over_all_labels_that_are_not_asked_for() -> None:
+def test_samples_are_summed_over_labels_that_are_not_asked_for() -> None:
     loads = {
         ("loads", frozenset({("engine", e), ("outcome", o)})): n
         for e, o, n in (("0", "ok", 1), ("1", "ok", 2), ("1", "failed", 4))
@@ -63,6 +63,6 @@ def test_samples_are_summed_over_all_labels_that_are_not_asked_for() -> None:
     assert numbers.sum("saves") == 0
 
 
-def test_series_belong_to_the_engine_and_connector_of_their_labels() -> None:
+def test_series_belong_to_their_labels_engine_and_connector() -> None:
     values: Values = {("up", frozenset()): 1, ("up", frozenset({("engine", "1"), ("connector", "a")})): 2}
     assert {owner: numbers.sum("up") for owner, numbers in by_owner(values).items()} == {("", ""): 1, ("1", "a"): 2}

@@ -132,7 +132,7 @@ def test_kinds_units_buckets_and_times_are_those_of_the_table() -> None:
     assert set(metrics) <= {signal.name for signal in signals.SIGNALS}
 
 
-def test_a_metric_without_series_is_not_sent_and_an_age_is_0_without_anything_in_progress() -> None:
+def test_no_metric_without_series_is_sent_and_an_idle_age_is_0() -> None:
     """In OTLP a metric without points has no kind, and a gauge that is left out keeps its last value."""
     pages, kept = Pages(), Kept()
     totals = pages.totals()
@@ -169,7 +169,7 @@ def test_the_first_difference_is_that_to_the_begin_of_the_engine() -> None:
     assert since == until > began
 
 
-def test_differences_after_a_restart_of_the_exporter_begin_with_the_totals() -> None:
+def test_after_a_restart_differences_start_with_the_totals() -> None:
     pages, kept = Pages(), Kept(DELTA)
     pushing, before_ns = push(pages.totals(), kept), time.time_ns()
     pages.add(HIT, 100)
@@ -212,7 +212,7 @@ def test_the_last_numbers_are_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -
     assert [value for value, _, _ in hits(kept)] == [3]
 
 
-def test_a_receiver_that_raises_is_an_internal_error_of_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_raises_is_an_exporters_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch)
     contained: list[str] = []
     monkeypatch.setattr(faults, "contain", contained.append)

@@ -89,9 +89,7 @@ def next_pid(server: str, last: int) -> int:
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_under_load_no_count_changes_and_no_span_is_sent_twice(
-    kills: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_under_load_changes_no_count_and_repeats_no_span(kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     page, seen, pid = Page(), list[tuple[int, int]](), 0
     chance = random.Random(kills)
@@ -179,7 +177,7 @@ def test_whole_numbers_come_back_whole(unit: int) -> None:
     assert seen == [(5 + n) * unit for n in range(3)]
 
 
-def test_killed_engines_last_numbers_are_served_for_a_while_and_its_slow_spans_are_sent(
+def test_a_killed_engines_last_numbers_and_slow_spans_get_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process, "LINGER_S", 4.0)
@@ -203,7 +201,7 @@ def test_killed_engines_last_numbers_are_served_for_a_while_and_its_slow_spans_a
         assert len(collector.spans) == engine.n, "nor was another one lost: they had not been overwritten yet"
 
 
-def test_after_a_regular_end_the_last_numbers_are_served_to_one_more_scrape() -> None:
+def test_after_a_regular_end_one_scrape_gets_the_last_numbers() -> None:
     page = Page()
     with writing() as engine, exporter(engine.server, port=page.port) as serving:
         assert eventually(lambda: page.health()[0] == 200)
@@ -225,7 +223,7 @@ def value_in(text: str, name: str, *wanted: str) -> float:
     return found.value(name, *wanted)
 
 
-def test_asked_to_end_while_the_engine_goes_on_it_leaves_and_the_next_one_takes_over(
+def test_asked_to_end_it_leaves_and_the_next_one_takes_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As systemd asks all processes of a unit: the engine, which may answer for minutes, starts another exporter."""
@@ -252,7 +250,7 @@ def test_asked_to_end_while_the_engine_goes_on_it_leaves_and_the_next_one_takes_
     assert sorted(int(span.span_id, 16) - 1 for span in collector.spans) == list(range(written))
 
 
-def test_an_exporter_that_finds_only_a_dead_engine_serves_its_last_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exporter_of_a_dead_engine_serves_its_last_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "LINGER_S", 3.0)
     page = Page()
     with writing() as engine:
@@ -319,7 +317,7 @@ def traced(**info: Any) -> Pages:
     return Pages(has_spans=True, endpoint="http://c:4317", **info)
 
 
-def test_spans_are_sent_with_their_engine_and_put_exemplars_on_the_histograms(
+def test_spans_are_sent_with_their_engine_and_are_exemplars(
     make: Callable[..., Exporter], memory: InMemorySpanExporter
 ) -> None:
     first = traced()
@@ -338,7 +336,7 @@ def test_spans_are_sent_with_their_engine_and_put_exemplars_on_the_histograms(
     assert {s.exemplar.labels["trace_id"] for s in marked} == {"1" * 32}
 
 
-def test_an_engine_whose_spans_the_api_server_exports_has_none_here(
+def test_spans_that_the_api_server_exports_are_not_sent_here(
     make: Callable[..., Exporter], memory: InMemorySpanExporter
 ) -> None:
     """An exporter by hand, where the API server shows a collector."""
@@ -354,7 +352,7 @@ def test_an_engine_whose_spans_the_api_server_exports_has_none_here(
     lock.release()
 
 
-def test_what_it_counts_itself_outlives_it_and_is_shown_only_once_it_was_written_down(
+def test_its_own_counts_outlive_it_once_they_are_written_down(
     make: Callable[..., Exporter], memory: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = traced()
@@ -376,7 +374,7 @@ def test_what_it_counts_itself_outlives_it_and_is_shown_only_once_it_was_written
     assert lost.replace(" 4.0", " 5.0") in text_of(second)
 
 
-def test_spans_that_were_missed_are_counted_once_over_two_exporters(
+def test_missed_spans_are_counted_once_over_two_exporters(
     make: Callable[..., Exporter], memory: InMemorySpanExporter
 ) -> None:
     pages = traced()
@@ -395,9 +393,7 @@ def test_spans_that_were_missed_are_counted_once_over_two_exporters(
     "left",
     [b"", b"{", b"[]", b"\xff", b'{"version": 1}', b'{"positions": {"a": [[0, 0]]}}', b'{"counts": {"a": {"-1": 2}}}'],
 )
-def test_what_an_exporter_has_left_is_nothing_where_it_is_malformed_or_of_another_version(
-    left: bytes, make: Callable[..., Exporter]
-) -> None:
+def test_a_malformed_or_outdated_remainder_counts_as_nothing(left: bytes, make: Callable[..., Exporter]) -> None:
     pages = Pages()
     lock = lock_of(pages.server)
     lock.write(left)
@@ -440,7 +436,7 @@ def up_of(text: str) -> list[str]:
     return [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("kvobs_engine_up{")]
 
 
-def test_an_engine_that_begins_later_is_served_and_one_that_ends_first_too(
+def test_engines_that_start_later_or_end_first_are_served(
     make: Callable[..., Exporter],
 ) -> None:
     first = Pages()
@@ -476,7 +472,7 @@ def test_a_scrape_right_after_an_engines_end_shows_it(make: Callable[..., Export
     assert up_of(mine._text("text/plain")[1].decode()) == ["0.0"]
 
 
-def test_the_end_of_one_of_several_engines_is_logged_and_shown_while_the_others_run(
+def test_the_end_of_one_engine_is_shown_while_the_others_run(
     make: Callable[..., Exporter], caplog: pytest.LogCaptureFixture
 ) -> None:
     other = Pages(0, of=None, connectors=tuple(map(ConnectorInfo, watched.NAMES)), index=1)
@@ -537,7 +533,7 @@ def test_parts_that_fail_or_are_not_wanted_are_left_out(
     assert faults.take() == {}
 
 
-def test_differences_begin_with_the_engine_and_after_a_kill_where_the_exporter_before_stood(
+def test_differences_start_with_the_engine_or_the_last_exporter(
     make: Callable[..., Exporter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     push = Mock()

@@ -41,7 +41,7 @@ def hits(engines: Engines, n: int, index: int = 0, engine: int = 0) -> None:
     engines.send(lambda recorder: count(recorder, index, LOOKUPS, n, "hit"), engine=engine)
 
 
-def test_counts_become_counters_of_the_right_connector_and_engine() -> None:
+def test_counts_become_counters_of_their_connector_and_engine() -> None:
     engines = Engines("one", "two", engines=2)
     front = engines.front
     hits(engines, 2)
@@ -76,7 +76,7 @@ OF_CHILDREN = [signal for signal in SIGNALS if signal.bounds and signal.scope is
 
 @given(st.lists(st.tuples(st.sampled_from(OF_CHILDREN), st.integers(0, 2**36)), max_size=20))
 @settings(max_examples=30, deadline=None)
-def test_a_histogram_is_what_observing_one_by_one_would_have_made(seen: list[tuple[Signal, int]]) -> None:
+def test_a_histogram_is_as_if_each_value_had_been_observed(seen: list[tuple[Signal, int]]) -> None:
     expected = CollectorRegistry()
     more: Any = {"registry": expected}
     families = {s.name: Histogram(s.name, s.help, [*s.labels], buckets=s.buckets, **more) for s in {s for s, _ in seen}}
@@ -158,7 +158,7 @@ def test_a_line_for_each_connector_is_logged_in_each_interval(
     assert until(lambda: "engine 001, connector one: lookups=3, hits=3" in caplog.text)
 
 
-def test_spans_that_the_exporters_thread_loses_are_counted_for_the_first_engine() -> None:
+def test_spans_lost_in_the_exporters_thread_count_for_one_engine() -> None:
     front = Engines("one", engines=2).front
     front.shown._drop_spans("export", 3)
     front.shown._drop_spans("queue", 2)
@@ -168,7 +168,7 @@ def test_spans_that_the_exporters_thread_loses_are_counted_for_the_first_engine(
 
 
 @pytest.mark.usefixtures("in_production")
-def test_spans_that_can_not_be_counted_as_lost_are_an_internal_error() -> None:
+def test_uncountable_lost_spans_are_an_internal_error() -> None:
     front = Front(metered("a"), names=["one"])
     front.shown._is_over.set()
     front.shown._totals.clear()
@@ -185,7 +185,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     return made
 
 
-def test_the_spans_of_each_engine_are_exported_and_those_of_the_last_moment_too(exporter: Any) -> None:
+def test_each_engines_spans_are_exported_and_the_last_ones_also(exporter: Any) -> None:
     engines = Engines("one", engines=2)
     for i, recorder in enumerate(engines.recorders):
         recorder.page.spans[0].write([record(start_ns=i)])
@@ -200,14 +200,14 @@ def test_the_spans_of_each_engine_are_exported_and_those_of_the_last_moment_too(
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["flat", "as vLLM before 0.30 sends it"])
-def test_connectors_own_metrics_keep_their_names_and_gain_the_label(wrapped: bool) -> None:
+def test_connectors_metrics_keep_their_names_and_gain_the_label(wrapped: bool) -> None:
     front = Front(metered("a"), metered("b"), names=["one", "two"])
     front.metrics.observe({name: {"data": {"n": n}} if wrapped else {"n": n} for name, n in (("one", 1), ("two", 5))})
     assert front.value("scripted_things_total", "one") == 1
     assert front.value("scripted_things_total", "two") == 5
 
 
-def test_a_connector_whose_metrics_can_not_be_made_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connectors_broken_metrics_cost_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
     front = Front(metered("a", "UnmeterableConnector"), metered("b"), names=["one", "two"])
     front.metrics.observe({"one": {"n": 1}, "two": {"n": 2}})
     assert front.value("scripted_things_total", "two") == 2
@@ -236,7 +236,7 @@ def real(*names: str, engines: int = 1, **kvobs: Any) -> Front:
     return Front(*map(metered, names), names=list(names), types=REAL, engines=engines, **kvobs)
 
 
-def test_an_engine_built_twice_in_one_process_starts_with_fresh_series(registry: CollectorRegistry) -> None:
+def test_an_engine_built_again_starts_with_fresh_series(registry: CollectorRegistry) -> None:
     """The registry refuses a name that it has; and of two engines' numbers those of the last one are shown."""
     first = real("one")
     assert shows(first)
@@ -248,7 +248,7 @@ def test_an_engine_built_twice_in_one_process_starts_with_fresh_series(registry:
     assert exposed(registry) == []
 
 
-def test_an_engine_that_nothing_shows_any_more_is_watched_no_more() -> None:
+def test_an_engine_that_is_no_longer_shown_is_no_longer_watched() -> None:
     before = {*threading.enumerate()}
     front = Front(metered("a"), names=["one"])
     begun = {*threading.enumerate()} - before
@@ -289,7 +289,7 @@ def test_a_part_of_the_metrics_can_be_asked_for(registry: CollectorRegistry, mon
 
 
 @pytest.mark.usefixtures("in_production")
-def test_metrics_that_can_not_be_registered_cost_the_connectors_theirs_nothing(registry: CollectorRegistry) -> None:
+def test_metrics_that_fail_to_register_cost_connectors_nothing(registry: CollectorRegistry) -> None:
     """And the engine starts its exporter: it is not told that they are shown."""
     other = Counter("kvobs_lookups_total", "Of someone else.", registry=registry)
     front = real("one")
@@ -313,7 +313,7 @@ def test_metrics_that_can_not_be_registered_cost_the_connectors_theirs_nothing(r
     ],
     ids=str,
 )
-def test_they_are_shown_where_a_collector_is_seen_and_no_exporter_runs(
+def test_without_exporter_they_are_shown_if_a_collector_is_seen(
     variables: dict[str, str],
     option: dict[str, Any],
     is_shown: bool,
@@ -369,7 +369,7 @@ class RayMetrics:
         return self._metric(name, tag_keys)
 
 
-def test_vllms_classes_in_front_of_ray_get_the_connectors_numbers(
+def test_vllms_classes_for_ray_get_the_connectors_numbers(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = RayMetrics()

@@ -146,7 +146,7 @@ def test_a_protocol_that_is_none_is_named(endpoint: str | None, monkeypatch: pyt
         (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:1"}, True),
     ],
 )
-def test_text_is_plain_where_vllms_own_is_or_the_environment_asks_for_it(
+def test_text_is_plain_where_vllm_or_the_environment_makes_it_so(
     endpoint: str | None, variables: dict[str, str], insecure: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_otel_variables(monkeypatch, **variables)

@@ -48,7 +48,7 @@ class Failing(SpanExporter):
     [(SpanExportResult.FAILURE, "no route to collector"), (OSError("unplugged.."), "OSError: unplugged")],
     ids=str,
 )
-def test_an_outage_of_the_collector_has_a_line_for_its_begin_and_its_end(
+def test_a_collectors_outage_has_a_line_for_its_start_and_end(
     failure: Any, reason: str, converter: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     exporter = Failing(failure)
@@ -73,7 +73,7 @@ def test_an_outage_of_the_collector_has_a_line_for_its_begin_and_its_end(
     assert exporter.is_shut_down
 
 
-def test_an_exporter_that_fails_and_says_nothing_is_reported_all_the_same(
+def test_an_exporter_that_fails_silently_is_reported(
     converter: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Silent(Failing):

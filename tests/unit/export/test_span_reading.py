@@ -50,7 +50,7 @@ def read(converter: Make) -> Callable[..., Reading]:
 
 
 @pytest.mark.parametrize(("is_urgent", "passed"), [(False, PER_SECOND - RESERVED), (True, PER_SECOND)])
-def test_above_the_rate_spans_stay_in_the_page_until_there_is_room(
+def test_spans_above_the_rate_wait_in_the_page_for_room(
     is_urgent: bool, passed: int, read: Callable[..., Reading]
 ) -> None:
     pages = Pages()
@@ -91,7 +91,7 @@ def test_slow_and_failed_ones_of_all_processes_come_first(read: Callable[..., Re
     )
 )
 @settings(max_examples=30, deadline=None)
-def test_in_any_time_no_more_pass_than_the_rate_allows_and_each_other_is_left_or_counted(
+def test_the_rate_is_kept_and_other_spans_are_left_or_counted(
     lasting: Converter, plan: list[tuple[float, list[tuple[int, bool]]]]
 ) -> None:
     """The plan: how long to wait, and the sizes of groups that are written then, and whether they are urgent."""
@@ -111,7 +111,7 @@ def test_in_any_time_no_more_pass_than_the_rate_allows_and_each_other_is_left_or
     assert lasting.lost == {}
 
 
-def test_a_reader_that_is_stopped_for_a_minute_at_200_spans_a_second_counts_what_it_missed(
+def test_a_reader_stopped_for_a_minute_counts_what_it_missed(
     read: Callable[..., Reading],
 ) -> None:
     pages = Pages()

@@ -75,7 +75,7 @@ def server_of(made: Any) -> str:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_with_options_it_is_started_at_once_and_the_configuration_says_where(
+def test_options_start_it_at_once_as_the_configuration_shows(
     held: bool, begun: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where an API server shows the metrics: that one does not, with these options."""
@@ -89,7 +89,7 @@ def test_with_options_it_is_started_at_once_and_the_configuration_says_where(
         lock.release()
 
 
-def test_by_itself_it_is_started_where_no_api_server_shows_them_and_the_address_is_logged_once(
+def test_it_starts_if_no_api_server_shows_them_and_logs_it_once(
     begun: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starter, "AUTO_AFTER_S", 0.5)
@@ -127,7 +127,7 @@ def test_where_an_api_server_shows_them_nothing_starts(
 
 
 @pytest.mark.parametrize("lock", [files.COLLECTOR, files.EXPORTER, None])
-def test_without_the_option_it_is_a_warning_if_nothing_shows_them(
+def test_without_the_option_hidden_metrics_are_a_warning(
     lock: str | None, begun: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starter, "AUTO_AFTER_S", 0.3)
@@ -174,9 +174,7 @@ def worker(name: str, rank: int, option: Any = "auto", **parallel: Any) -> tuple
     return of_worker(option, made, pages.writers[0]), pages
 
 
-def test_the_first_rank_of_a_host_without_the_scheduler_starts_it_at_once(
-    begun: list[Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_scheduler_a_hosts_first_rank_starts_it(begun: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     made = [worker("two hosts", rank) for rank in range(RANKS)]
     assert [running is not None for running, _ in made] == [False, False, True, False]
     assert eventually(lambda: len(begun) == 1, 10)
@@ -193,7 +191,7 @@ def test_nothing_runs_beside_the_scheduler(backend: str, begun: list[Any]) -> No
 
 
 @pytest.mark.parametrize("is_served", [False, True])
-def test_without_the_option_a_host_without_the_scheduler_has_a_warning(
+def test_without_the_option_a_host_of_ranks_has_a_warning(
     is_served: bool, begun: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starter, "AUTO_AFTER_S", 0.3)
@@ -209,7 +207,7 @@ def test_without_the_option_a_host_without_the_scheduler_has_a_warning(
 
 
 @pytest.mark.parametrize(("here", "starts"), [((1, 3), True), ((0, 1), False), ((1, None), False), ((3, 1, 2), True)])
-def test_where_ray_places_ranks_the_pages_on_the_host_decide_after_the_first_step(
+def test_under_ray_a_hosts_pages_decide_after_the_first_step(
     here: tuple[int | None, ...], starts: bool, begun: list[Any]
 ) -> None:
     pages, other = Pages(*here), Pages(None, 0)
@@ -249,7 +247,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     return clock
 
 
-def test_after_ends_it_is_started_again_with_growing_delays_until_it_has_run_well(
+def test_it_restarts_with_growing_delays_until_it_has_run_well(
     tended: Starter, clock: Any, begun: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     is_held = Mock(return_value=False)
@@ -279,7 +277,7 @@ def test_after_ends_it_is_started_again_with_growing_delays_until_it_has_run_wel
     assert len(begun) == before + 2, "the delays begin again"
 
 
-def test_one_that_can_not_start_costs_nothing_but_the_metrics_and_some_lines(
+def test_one_that_cannot_start_costs_only_metrics_and_some_lines(
     clock: Any, tended: Starter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = Mock(side_effect=[OSError("no more processes"), *[subprocess.CalledProcessError(2, "python")] * 99])
@@ -357,7 +355,7 @@ def test_the_exporter_finds_kvobs_and_pythons_own_modules_first(monkeypatch: pyt
     assert "PYTHONPATH" not in starter._environment(Path("/venv/lib/site-packages/kvobs"))
 
 
-def test_what_is_started_has_the_options_and_no_files_of_the_engine_to_close_first(
+def test_it_has_the_options_and_no_open_files_of_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Mock()

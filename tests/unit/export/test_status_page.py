@@ -73,7 +73,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_an_engine_that_works_has_its_connectors_and_nothing_fires() -> None:
+def test_a_working_engine_has_its_connectors_and_no_alert() -> None:
     page = read(good())
     text = words(page.text)
     assert "kvobs: nothing fires" in text
@@ -86,7 +86,7 @@ def test_an_engine_that_works_has_its_connectors_and_nothing_fires() -> None:
     assert "No load was slow" in text
 
 
-def test_what_fires_is_what_top_judges_with_its_alert_the_worst_first() -> None:
+def test_what_fires_is_what_top_judges_with_the_worst_first() -> None:
     page = read(failing())
     text = words(page.text)
     fires = text[text.index("What fires") : text.index("Connectors")]
@@ -134,7 +134,7 @@ def test_slow_loads_are_waterfalls_the_newest_first_and_bounded() -> None:
     assert "load_failed" in text
 
 
-def test_a_rank_that_ended_before_an_older_load_did_stays_in_its_waterfall() -> None:
+def test_a_rank_that_ended_before_an_older_load_stays_visible() -> None:
     made = drawn(ranks=2)
     for number in range(1, 80):
         made.pages.write(slow_load(number, "cpu", 1 if number % 2 else 500, ranks=2))
@@ -146,9 +146,7 @@ def test_a_rank_that_ended_before_an_older_load_did_stays_in_its_waterfall() -> 
 @pytest.mark.parametrize(
     ("request_ids", "is_local", "shown"), [(False, True, True), (False, False, False), (True, False, True)]
 )
-def test_request_ids_leave_this_machine_only_if_the_option_says_so(
-    request_ids: bool, is_local: bool, shown: bool
-) -> None:
+def test_request_ids_leave_this_machine_only_by_option(request_ids: bool, is_local: bool, shown: bool) -> None:
     made = drawn(request_ids=request_ids)
     made.pages.write(slow_load(1, "cpu", 2))
     local = made.page.html(is_local=True, reloads=True).decode()
@@ -172,7 +170,7 @@ def test_hostile_names_are_text_and_short() -> None:
     assert len(html) < 60_000
 
 
-def test_links_are_relative_and_lead_elsewhere_only_to_the_runbook() -> None:
+def test_links_are_relative_and_leave_only_for_the_runbook() -> None:
     addresses = set(read(failing()).addresses)
     outside = {address for address in addresses if "//" in address}
     assert {address.partition("#")[0] for address in outside} == {RUNBOOK}

@@ -25,9 +25,7 @@ def browser() -> Iterator[Chromium]:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("state", STATES)
-def test_a_page_fits_its_window_asks_for_nothing_and_has_no_complaint(
-    state: str, dark: bool, browser: Chromium
-) -> None:
+def test_a_page_fits_its_window_and_requests_and_reports_nothing(state: str, dark: bool, browser: Chromium) -> None:
     made = STATES[state]()
     with closing(Server("127.0.0.1", 0, lambda _: ("", b""), lambda: (True, {}), status=made.page.html)) as server:
         for width in (360, 800, 1600):

@@ -39,7 +39,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-def test_each_connector_that_did_something_has_a_line_in_each_interval(
+def test_each_connector_that_was_active_has_a_line_per_interval(
     clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -67,9 +67,7 @@ def test_each_connector_that_did_something_has_a_line_in_each_interval(
     assert lines(caplog) == [], "nothing has happened"
 
 
-def test_the_numbers_of_processes_that_begin_later_are_in_the_next_line(
-    clock: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_numbers_of_later_processes_are_in_the_next_line(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     pages, mine = Pages(None), Summary()
     engine = pages.engine()
@@ -95,7 +93,7 @@ def summarized(pages: Pages) -> dict[str, dict[str, int | float]]:
     return summarize(CONNECTORS, engine.counts(), engine.rows())
 
 
-def test_loads_have_their_times_and_the_gain_of_those_with_an_estimate() -> None:
+def test_loads_have_their_times_and_gains_where_estimated() -> None:
     pages = Pages()
     pages.add(counted(0, signals.LOADS, "async", "ok"), 2)
     pages.add(counted(0, signals.LOADS, "sync", "ok"), 1)

@@ -57,7 +57,7 @@ def test_each_metric_has_its_labels_and_its_place() -> None:
         assert {len(point.labels) for point in found} <= {len(labelnames(signal))}
 
 
-def test_before_the_first_page_every_metric_is_there_without_series() -> None:
+def test_before_the_first_page_every_metric_is_without_series() -> None:
     pages = Pages()
     pages.writers[0].close()
     assert [(signal, list(found)) for signal, found in pages.totals().series()] == [(each, []) for each in SIGNALS]
@@ -78,7 +78,7 @@ def test_open_series_have_their_labels() -> None:
     assert value(totals, signals.PEER_LOAD_SECONDS, "two", "host:1") == 1
 
 
-def test_a_gauge_has_its_last_value_and_an_age_grows_until_there_is_none() -> None:
+def test_a_gauge_has_its_last_value_and_an_age_grows_until_unset() -> None:
     load, oldest = (word(0, slot(signal, "load")) for signal in (signals.IN_FLIGHT, signals.OLDEST_IN_FLIGHT))
     pages = Pages(None, 0)
     page, totals = pages.writers[0], pages.totals()
@@ -94,7 +94,7 @@ def test_a_gauge_has_its_last_value_and_an_age_grows_until_there_is_none() -> No
 
 
 @pytest.mark.parametrize(("halted_s", "age_s"), [(0, 61), (3, 61), (60, 6)])
-def test_an_age_begins_again_after_a_process_of_the_engine_was_stopped(halted_s: int, age_s: int) -> None:
+def test_an_age_restarts_after_a_process_of_the_engine_stopped(halted_s: int, age_s: int) -> None:
     watch: Any = SimpleNamespace(calls=list, end=None, previous=None, halted_ns=halted_s * 10**9)
     pages = Pages()
     pages.writers[0].set_gauge(word(0, slot(signals.OLDEST_IN_FLIGHT, "load")), 5 * 10**9)
@@ -170,7 +170,7 @@ def test_the_exporters_own_gauges_are_set_there() -> None:
     assert {s for s, found in totals.series() if s.scope is Scope.EXPORTER and found} == {signals.ENGINE_UP}
 
 
-def test_what_this_process_counts_is_added_to_the_engines_numbers() -> None:
+def test_counts_of_this_process_are_added_to_the_engines() -> None:
     where = slot(signals.INTERNAL_ERRORS, "read")
     pages = Pages()
     pages.add(where, 2)
@@ -189,7 +189,7 @@ def test_a_page_of_another_version_is_an_internal_error() -> None:
         assert value(totals, signals.INTERNAL_ERRORS, "version") == 1
 
 
-def test_calls_in_progress_and_the_end_are_those_that_the_watch_sees() -> None:
+def test_calls_in_progress_and_the_end_are_as_the_watch_sees() -> None:
     """kvobs_call_in_progress_seconds has the oldest of those with the same labels, kvobs_engine_ended no rank."""
     now, hook = perf_counter_ns(), "get_num_new_matched_tokens"
     calls = [
@@ -268,7 +268,7 @@ def test_a_scrape_has_the_sums_of_all_processes(parts: list[Numbers]) -> None:
         assert rows[signal.name, CONNECTORS[index], *texts] == pytest.approx(n)
 
 
-def test_the_series_of_several_engines_are_in_one_text_and_not_mixed() -> None:
+def test_several_engines_series_are_in_one_text_and_not_mixed() -> None:
     first = Pages(None, 0)
     second = Pages(None, of=first, index=1)
     first.add(word(0, HIT), 3, writer=1)

@@ -63,7 +63,7 @@ def test_each_call_has_one_record_and_one_that_raised_says_so(kind: Kind) -> Non
     assert kept(recorder)[-1] == tuple(mine.words[mine.layout.ring : mine.layout.ring + WORDS])
 
 
-def test_a_record_that_a_killed_process_left_incomplete_is_not_read() -> None:
+def test_an_incomplete_record_of_a_killed_process_is_not_read() -> None:
     mine = begin("e", 1)
     note(mine, 0, "wait_for_save", 5, 7)
     WRITERS.clear()  # as after a whole round; the begin is written first

@@ -87,7 +87,7 @@ def test_a_description_with_text_that_is_no_unicode_is_written() -> None:
     assert (read.engine.names, read.engine.model, read.pid) == (["?", "two"], "/models/?t?", process.pid)
 
 
-def test_the_processes_of_an_engine_have_one_identity_and_others_another() -> None:
+def test_processes_share_an_identity_only_in_one_engine() -> None:
     same = [Identity.of(config(name)) for name in ("e", "e")]
     group = [Identity.of(config(f"e_dp{i}")) for i in (0, 3, 12)]
     others = [Identity.of(config(name)) for name in ("f", "e_dp", "e_dpx", "dp0")]

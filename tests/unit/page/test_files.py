@@ -107,7 +107,7 @@ def test_without_any_memory_nothing_is_left_behind(folder: Path, monkeypatch: py
 # --- what is removed, and when
 
 
-def test_a_start_removes_what_ended_processes_have_left_but_nothing_of_its_server(folder: Path) -> None:
+def test_a_start_removes_dead_processes_files_except_its_servers(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     now = time.time_ns()
     old, young = (f"0-{now - seconds * 10**9}-1" for seconds in (11, 9))
@@ -159,7 +159,7 @@ def test_a_killed_process_leaves_its_file_until_the_next_start(folder: Path, mon
 
 
 @pytest.mark.parametrize("rank", [None, 0])
-def test_each_process_of_an_engine_removes_what_is_left_and_nothing_of_its_own_server(
+def test_each_process_removes_what_is_left_except_its_servers(
     rank: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a host without EngineCore there are ranks only."""
@@ -273,7 +273,7 @@ def read_elsewhere(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [1 << 16, 64 << 20])
-def test_where_shared_memory_is_full_pages_are_in_memory_and_are_read_elsewhere(
+def test_full_shared_memory_moves_pages_and_they_are_readable(
     size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvobs.page.layout.CALLS", 1 << 16)  # as many as in an engine
@@ -318,7 +318,7 @@ def test_where_shared_memory_is_read_only_pages_are_in_memory(
 
 
 @pytest.mark.parametrize("fault", ["another user's folder", "a folder for all", "no folder", "no memory"])
-def test_where_there_can_be_no_page_one_error_is_logged_and_calls_are_made(
+def test_without_any_page_one_error_is_logged_and_calls_are_made(
     fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if fault == "no folder":
@@ -391,7 +391,7 @@ def test_no_one_gets_a_lock_whose_file_a_start_is_removing(folder: Path, monkeyp
 
 
 @pytest.mark.usefixtures("hasty_threads")
-def test_of_many_that_want_a_lock_one_has_it_whoever_looks_and_cleans(folder: Path) -> None:
+def test_only_one_of_many_has_a_lock_whoever_looks_and_cleans(folder: Path) -> None:
     name, held, had = f"s{EXPORTER}", list[int](), list[int]()
 
     def take(me: int) -> None:

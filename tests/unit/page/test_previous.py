@@ -74,9 +74,7 @@ def test_the_call_that_the_life_before_died_in_is_named(
     assert record.levelno == logging.WARNING
 
 
-def test_it_is_found_by_the_scheduler_of_the_next_life_alone_and_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_next_lifes_scheduler_finds_it_and_just_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end_of((1, "raises"))
     rank = watched.begin("next", 0)
     assert rank.process.previous is None
@@ -88,7 +86,7 @@ def test_it_is_found_by_the_scheduler_of_the_next_life_alone_and_once(
 
 
 @pytest.mark.parametrize("other", [{"launch": "vllm serve --port 1"}, {"model": "large"}, {"index": 1}], ids=str)
-def test_the_start_of_another_engine_leaves_it_for_as_long_as_it_would_be_shown(
+def test_another_engines_start_leaves_it_while_it_would_be_shown(
     other: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvobs.page.files.NEW_NS", 0)
@@ -113,7 +111,7 @@ def test_what_another_engines_start_has_left_is_found(monkeypatch: pytest.Monkey
     assert next_life().previous == End("remote", "start_load_kv", 1, "RuntimeError")
 
 
-def test_an_exception_is_the_cause_of_calls_that_hung_and_the_first_of_several_is() -> None:
+def test_an_exception_or_the_first_of_several_is_why_calls_hung() -> None:
     end_of((0, "hangs"), (1, "raises"), (2, "raises"))
     assert next_life().previous == End("remote", "start_load_kv", 1, "RuntimeError")
 
@@ -142,7 +140,7 @@ def left(engine: str, at_ns: int, *, rank: int = 1, hung: bool = False, **info: 
 
 
 @pytest.mark.parametrize("other", [{"launch": "vllm serve --port 1"}, {"model": "large"}, {"index": 1}, {}], ids=str)
-def test_an_end_of_another_server_model_or_number_is_not_this_ones(other: dict[str, Any]) -> None:
+def test_an_end_of_another_server_model_or_number_does_not_count(other: dict[str, Any]) -> None:
     page = left("before", time.perf_counter_ns(), **other)
     assert (next_life().previous is None) is bool(other)
     assert page.process.previous is None
@@ -189,7 +187,7 @@ def test_pages_that_are_none_do_not_hinder(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_production")
-def test_a_fault_while_it_is_looked_for_does_not_keep_the_engine_from_its_page(
+def test_a_fault_in_the_search_does_not_cost_the_engine_its_page(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: object) -> Any:

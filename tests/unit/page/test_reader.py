@@ -129,7 +129,7 @@ def test_a_file_that_is_no_page_is_refused(content: bytes, says: str) -> None:
 
 
 @pytest.mark.parametrize("head", [(MAGIC, VERSION ^ 1), (b"KVOBSBOX", VERSION)], ids=["version", "before pages"])
-def test_a_page_of_another_version_is_refused_and_left_out_of_all(head: tuple[bytes, int], folder: Path) -> None:
+def test_a_page_of_another_version_is_refused_and_left_out(head: tuple[bytes, int], folder: Path) -> None:
     mine = begin()
     (path,) = folder.iterdir()
     path.chmod(0o600)
@@ -217,7 +217,7 @@ def with_description(text: bytes) -> bytes:
 @example(("engine", "connectors"), [{"name": "n"}] * 2000)
 @example(("engine", "connectors"), [])
 @example(("engine", "ranks"), 2**62)
-def test_a_description_of_other_values_or_types_is_refused_or_used(field: tuple[str, str], value: Any) -> None:
+def test_an_altered_description_is_refused_or_used(field: tuple[str, str], value: Any) -> None:
     of, name = field
     changed = {**DESCRIPTION, "engine": {**DESCRIPTION["engine"]}}
     (changed["engine"] if of else changed)[name] = value
@@ -274,7 +274,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_process_in_another_container_is_known_to_run_by_its_lock() -> None:
+def test_a_process_in_another_container_is_alive_by_its_lock() -> None:
     """Its number is another process's here."""
     with watched.process("e", 1, "hangs") as forked:
         (page,) = read()
@@ -332,7 +332,7 @@ def test_the_calls_of_a_process_are_on_its_page() -> None:
 
 @each_probe
 @pytest.mark.parametrize("hook", ["wait_for_layer_load", "save_kv_layer"])
-def test_a_layer_hooks_call_in_progress_is_that_of_the_connector_that_is_in_it(kind: Kind, hook: str) -> None:
+def test_a_layer_hooks_call_is_shown_at_the_connector_it_is_in(kind: Kind, hook: str) -> None:
     mine = begin()
     recorder, seen = recorder_of(kind, 2, names=NAMES, page=mine), list[list[tuple[Any, ...]]]()
 

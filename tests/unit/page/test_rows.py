@@ -94,7 +94,7 @@ def test_a_signals_series_of_a_connector_are_bounded() -> None:
     assert both.rows.known(CALL_ERRORS) == SERIES_AT_MOST + 2
 
 
-def test_a_full_table_has_a_row_for_further_values_of_each_signal_and_connector() -> None:
+def test_a_full_table_has_a_row_for_further_values_per_connector() -> None:
     both, n = Both(), 0
     for signal in (PEER_LOADS, CALL_ERRORS, CORRUPT_BLOCKS):
         for index in range(CONNECTORS):

@@ -135,7 +135,7 @@ def test_a_second_reader_continues_where_the_first_one_stopped() -> None:
     assert (numbers(fourth), fourth.missed) == (found, 20 + third.missed)
 
 
-def test_spans_that_are_overwritten_while_they_are_read_are_missed_and_no_others() -> None:
+def test_only_spans_overwritten_while_they_are_read_are_missed() -> None:
     mine = Ring()
 
     class Overtaken(SpanReader):
@@ -157,7 +157,7 @@ def test_spans_that_are_overwritten_while_they_are_read_are_missed_and_no_others
     assert found == [*range(reader.missed, mine.written)] == numbers(oldest)
 
 
-def test_a_header_that_is_overwritten_while_it_is_read_counts_nothing() -> None:
+def test_a_header_overwritten_while_it_is_read_counts_nothing() -> None:
     mine = Ring()
     for _ in range(5):
         mine.write()
@@ -207,7 +207,7 @@ def test_another_process_reads_while_the_writer_writes(size: int, waits: bool) -
     assert mine.words[RING_HEAD] > 10 * size
 
 
-def test_slow_and_failed_spans_are_not_displaced_by_ordinary_ones() -> None:
+def test_ordinary_spans_displace_no_slow_or_failed_ones() -> None:
     page = PageWriter(describe(plain(["one"]), 0))
     clock = count(0, 1000).__next__
     journal = Journal(page, lambda: float(clock()))

@@ -68,7 +68,7 @@ if sys.argv[2]:
 
 
 @pytest.mark.parametrize("has_raised", ["", "raised"])
-def test_a_page_stays_at_the_exit_only_if_it_names_what_ended_the_engine(has_raised: str, folder: Path) -> None:
+def test_a_page_stays_at_exit_only_if_it_names_the_engines_end(has_raised: str, folder: Path) -> None:
     subprocess.run([sys.executable, "-c", EXITS, folder, has_raised], check=True, cwd=ROOT)
     assert len(list(folder.iterdir())) == bool(has_raised)
 
@@ -96,7 +96,7 @@ def test_engines_of_a_group_are_one_start_and_several_pages() -> None:
     assert len(several) == 3
 
 
-def test_an_exception_of_an_isolated_connector_or_of_a_reset_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_isolated_exceptions_or_those_of_a_reset_end_nothing(caplog: pytest.LogCaptureFixture) -> None:
     mine = begin(rank=0, contained={REMOTE})
     for index, hook, error in ((REMOTE, "wait_for_save", OSError()), (0, "reset_cache", OSError()),
                                (0, "wait_for_save", SystemExit())):  # fmt: skip
@@ -127,7 +127,7 @@ def raising(recorder: Recorder, index: int, error: Exception) -> None:
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_the_connector_that_a_step_ends_with_is_not_blamed_for_an_exception_before(is_ours: bool) -> None:
+def test_a_steps_last_connector_is_not_blamed_for_a_past_error(is_ours: bool) -> None:
     """vLLM's V1 model runner calls the hooks of a step's end in a `finally`; what failed once often fails again."""
     mine = begin()
     recorder = Recorder(2, names=NAMES, page=mine)
@@ -150,7 +150,7 @@ def test_the_connector_that_a_step_ends_with_is_not_blamed_for_an_exception_befo
     assert read()[0].raised() is None, "it has run another step"
 
 
-def test_exceptions_that_name_each_other_as_their_context_are_passed_on() -> None:
+def test_exceptions_in_each_others_context_are_passed_on() -> None:
     first, second = OSError("first"), OSError("second")
     first.__context__, second.__context__ = second, first
 

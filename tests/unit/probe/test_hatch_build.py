@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_wheel_is_for_this_python_and_newer_ones_of_this_machine(root: Path) -> None:
+def test_a_wheel_is_for_this_python_or_newer_on_this_machine(root: Path) -> None:
     data, warning = built(root)
     ((place, within),) = data.pop("force_include").items()
     machine = sysconfig.get_platform().replace("-", "_")

@@ -90,7 +90,7 @@ def test_no_collection_is_lost_or_counted_twice_by_threads() -> None:
     assert sum(taken) + mine.take_collected_ns() == n
 
 
-def test_the_callback_is_there_once_and_goes_with_the_last_process_of_an_engine() -> None:
+def test_one_callback_exists_until_an_engines_last_process_ends() -> None:
     mine, seen = Pauses(), list[int]()
 
     def look() -> bool:

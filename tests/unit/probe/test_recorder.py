@@ -47,7 +47,7 @@ def series(counts: dict[int, int]) -> dict[tuple[int, str, tuple[str, ...]], dic
 
 @each_probe
 @given(st.integers(0, 2**40))
-def test_a_call_is_let_through_and_falls_into_the_bucket_whose_bound_is_not_below_it(kind: Kind, ns: int) -> None:
+def test_a_call_falls_into_the_first_bucket_that_holds_it(kind: Kind, ns: int) -> None:
     mine = recorder_of(kind, 2, clock=Clock(1000, 1000 + ns))
     assert mine.timed(1, HOOK, lambda *args, **kwargs: (args, kwargs))(1, two=2) == ((1,), {"two": 2})
     bucket = next((i for i, k in enumerate(CALL_DURATION.bounds) if ns <= k), len(CALL_DURATION.bounds))
@@ -174,7 +174,7 @@ histograms = st.sampled_from([s for s in signals.SIGNALS if s.bounds and s.scope
 
 
 @given(histograms, st.integers(-5, 2**40))
-def test_an_observation_falls_into_its_bucket_and_never_counts_less_than_nothing(signal: Signal, ns: int) -> None:
+def test_an_observation_has_its_bucket_and_is_never_negative(signal: Signal, ns: int) -> None:
     mine = Recorder(1)
     mine.observe(0, signal, ns, *[next(iter(v)) for v in signal.labels.values()])
     (found,) = series(numbers(mine).counts).values()
@@ -184,7 +184,7 @@ def test_an_observation_falls_into_its_bucket_and_never_counts_less_than_nothing
     assert found.get(len(signal.bounds) + 1, 0) == max(0, ns)
 
 
-def test_a_gauge_that_was_set_may_be_nothing_and_one_that_was_not_is_none() -> None:
+def test_a_set_gauge_may_be_zero_and_one_that_was_not_is_none() -> None:
     mine = Recorder(2)
     of_connector, of_process = slot(signals.IN_FLIGHT, "load"), slot(signals.LOCAL_CACHE_TOKENS)
     assert numbers(mine).gauges == {}
@@ -236,7 +236,7 @@ def test_the_tracer_gets_slow_failed_or_all(
     assert slow == int(is_slow), "what is slow is counted whatever is traced"
 
 
-def test_classes_of_errors_without_end_are_one_for_the_counts_and_for_the_tracer() -> None:
+def test_endless_error_classes_are_one_in_counts_and_spans() -> None:
     tracer: Any = Noting()
     mine = Recorder(1, listener=tracer)
     for i in range(ERROR_TYPES_AT_MOST + 5):

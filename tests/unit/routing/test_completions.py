@@ -193,7 +193,7 @@ ALL = (["other", "own"], {"saved"})
 NOTHING: tuple[list[str], set[str]] = ([], set())
 
 
-def test_receipts_that_a_connector_adds_to_its_own_are_shown_to_the_next() -> None:
+def test_receipts_that_a_connector_adds_are_shown_to_the_next() -> None:
     """FlexKV reports its receipts there."""
     shown = Shown()
     shown.watchers[0].change = assign(finished_recving={"own"}, finished_sending={"saved"})
@@ -221,7 +221,7 @@ def test_receipts_that_a_sibling_wipes_are_shown_to_the_next(wipes: int) -> None
 
 
 @pytest.mark.parametrize("in_steps", [1, 3])
-def test_a_connector_may_keep_its_save_back_and_complete_it_later(in_steps: int) -> None:
+def test_a_connector_may_hold_a_save_back_and_complete_it_later(in_steps: int) -> None:
     """MoRIIO parks acknowledgements, and reaps those that never came."""
     shown = Shown()
     shown.all_in()
@@ -236,7 +236,7 @@ def test_a_connector_may_keep_its_save_back_and_complete_it_later(in_steps: int)
     assert [index for _, index, _ in shown.ledger.close([], ["saved"]).saves] == [0, 1]
 
 
-def test_a_connector_may_keep_its_load_back_and_complete_it_later() -> None:
+def test_a_connector_may_hold_a_load_back_and_complete_it_later() -> None:
     shown = Shown()
     shown.all_in()
     shown.watchers[0].change = lambda output: output.finished_recving.discard("own")
@@ -248,7 +248,7 @@ def test_a_connector_may_keep_its_load_back_and_complete_it_later() -> None:
     assert not shown.view.show(shown.output, None, ["own"], set())[0], "nothing else is in"
 
 
-def test_a_connector_is_shown_the_set_that_vllm_is_to_read_and_may_put_another_in_its_place() -> None:
+def test_a_connector_sees_and_may_replace_the_set_vllm_reads() -> None:
     """A copy may have another order, in which blocks would be freed."""
     shown = Shown()
     shown.all_in()
@@ -278,7 +278,7 @@ def test_receipt_of_another_connectors_transfer_is_stray() -> None:
 
 
 @pytest.mark.parametrize(("is_in", "is_hidden"), [(False, False), (True, False), (True, True)])
-def test_a_failure_that_a_connector_adds_goes_round_by_the_workers(is_in: bool, is_hidden: bool) -> None:
+def test_an_added_failure_comes_back_from_the_workers(is_in: bool, is_hidden: bool) -> None:
     """vLLM has read the failures before it shows the output; every rank reports it in the next step.
 
     The load of a request that has ended is hidden from its connector if another one comes with its id in the
@@ -337,7 +337,7 @@ def stats_of(output: KVConnectorOutput) -> Any:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_each_connector_sees_its_own_metadata_events_and_stats_and_the_output_gets_all_back(raises: bool) -> None:
+def test_each_connector_sees_its_parts_and_the_output_keeps_all(raises: bool) -> None:
     shown, mine, others = Shown(), Stats(data={"n": 1}), Stats(data={"n": 2})
     meta = MultiKVConnectorWorkerMetadata(metadata=(Tally(1), None, Tally(3)))
     of_first: Any = Events("x")
@@ -368,7 +368,7 @@ def test_stats_count_as_their_connector_changes_them() -> None:
     assert shown.parts.replaced(stats, 2, None) is stats
 
 
-def test_stats_that_a_connector_adds_to_an_output_without_any_can_be_rebuilt_by_their_class() -> None:
+def test_stats_added_to_an_output_without_any_can_be_rebuilt() -> None:
     shown = Shown()
     shown.watchers[1].change = assign(kv_connector_stats=Stats(data={"n": 6}))
     shown.show()
@@ -383,7 +383,7 @@ def test_stats_that_a_connector_adds_to_an_output_without_any_can_be_rebuilt_by_
 
 
 @pytest.mark.parametrize("raw", [{"n": 3}, RawStats(data={"n": 3})], ids=["dict", "RawStats"])
-def test_raw_stats_are_shown_as_an_object_of_the_connectors_class_or_not_at_all(raw: Any, a: Script, b: Script) -> None:
+def test_raw_stats_are_shown_as_the_connectors_class_if_at_all(raw: Any, a: Script, b: Script) -> None:
     """An object of another class would end a connector that insists on its own."""
     rig = Rig("kvobs", connectors=[entry_for(a, "SummedConnector"), entry_for(b)])
     found: dict[str, Any] = {}
@@ -421,7 +421,7 @@ def test_the_promise_at_an_abort_in_mid_load_ends_with_the_load(a: Script, b: Sc
     assert_nothing_is_left(rig)
 
 
-def test_a_save_done_before_its_promise_releases_nothing_that_another_holds(a: Script, b: Script) -> None:
+def test_an_early_save_releases_nothing_that_another_holds(a: Script, b: Script) -> None:
     a.promises.add("r")
     b.promises.add("r")
     rig = started("kvobs", a, b, max_tokens=3)
@@ -467,7 +467,7 @@ def test_a_failure_said_on_the_schedulers_side_is_recomputed(a: Script, b: Scrip
     assert_nothing_is_left(rig)
 
 
-def test_the_greatest_of_the_ranks_losses_counts_in_whatever_order_they_come(a: Script) -> None:
+def test_the_greatest_loss_of_the_ranks_counts_in_any_order(a: Script) -> None:
     a.offers["r"] = KV
     rig = started("kvobs", a, ranks=2)
     first, second = a.called("update_state_after_alloc")[0][2][0][:2]

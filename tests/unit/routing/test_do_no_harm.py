@@ -148,7 +148,7 @@ def test_a_failed_load_is_repeated_after_the_request_has_run(router: str, is_syn
 
 
 @both
-def test_the_one_worker_of_an_engine_reports_for_all_that_a_connector_counts(router: str, a: Script) -> None:
+def test_the_only_worker_reports_for_all_that_a_connector_counts(router: str, a: Script) -> None:
     """As with an external launcher: vLLM has no aggregator then, and takes each report as it is."""
     a.finished_count = 2
     a.offers["r"] = KV
@@ -196,7 +196,7 @@ def test_no_lookup_is_left_locked(router: str, options: dict[str, str], a: Scrip
 
 
 @both
-def test_connectors_are_shown_their_siblings_receipts_and_failures(router: str, a: Script, b: Script) -> None:
+def test_connectors_see_their_siblings_receipts_and_failures(router: str, a: Script, b: Script) -> None:
     """HiSparse beside NIXL imports what NIXL has received, and invalidates what has failed."""
     a.offers["in"], a.offers["out"] = [KV, MISS], [KV, MISS]
     rig = Rig(router, a, b)
@@ -219,9 +219,7 @@ def assigns(**fields: Any) -> Callable[[Any], None]:
 
 
 @both
-def test_a_connector_that_receives_on_the_schedulers_side_completes_its_loads(
-    router: str, a: Script, b: Script
-) -> None:
+def test_receipts_on_the_schedulers_side_complete_loads(router: str, a: Script, b: Script) -> None:
     """As FlexKV, and any router within the router."""
     a.offers["r"] = KV
     rig = started(router, a, b, ranks=2)
@@ -244,9 +242,7 @@ def test_receipts_that_a_sibling_wipes_arrive(router: str, a: Script, b: Script)
 
 @both
 @pytest.mark.parametrize("bad", [0, 1])
-def test_with_decode_context_parallelism_bad_blocks_after_a_local_hit_are_computed_again(
-    router: str, bad: int, a: Script, b: Script
-) -> None:
+def test_context_parallel_bad_blocks_are_computed_again(router: str, bad: int, a: Script, b: Script) -> None:
     """A block id stands for the tokens of as many blocks as there are ranks: both are ranks of one request."""
     block = 2 * BLOCK
     a.offers["r"] = [(2 * block, True), MISS]
@@ -283,7 +279,7 @@ def test_under_an_external_launcher_saves_and_loads_end(router: str, rank: int, 
         assert_nothing_is_left(rig)
 
 
-def test_a_report_before_a_tail_was_taken_over_is_not_about_the_tail(a: Script, b: Script) -> None:
+def test_a_report_from_before_a_takeover_is_not_about_the_tail(a: Script, b: Script) -> None:
     """Its blocks would be freed while they are read. Stock does not count tails at all."""
     rig = Rig("kvobs", a, b)
     request = rig.add("r", max_tokens=5)
@@ -300,7 +296,7 @@ def test_a_report_before_a_tail_was_taken_over_is_not_about_the_tail(a: Script, 
 
 
 @both
-def test_output_keeps_what_a_connector_writes_for_the_next_reader(router: str, a: Script, b: Script) -> None:
+def test_output_keeps_what_a_connector_writes_for_its_reader(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
     rig.add("r")
     a.on_output = assigns(invalid_block_ids={7}, expected_finished_count=3)

@@ -241,7 +241,7 @@ UNTOUCHED = [case for case in (*MALFORMED, *UNMERGEABLE, *ACCEPTED) if case[0] !
 
 
 @pytest.mark.parametrize(("hook", "answer"), UNTOUCHED, ids=ids)
-def test_the_answer_of_a_connector_that_is_not_isolated_is_not_touched(a: Script, hook: str, answer: Any) -> None:
+def test_an_answer_without_isolation_is_not_touched(a: Script, hook: str, answer: Any) -> None:
     """It reaches the router as it would reach vLLM's."""
     rig = Rig("kvobs", connectors=[entry_for(a, "OddConnector")])
     rig.step()

@@ -20,7 +20,7 @@ from tests.support.rig import assert_nothing_is_left, counted, entry_for
         ({"kv_connector": "MultiConnector", "kv_connector_module_path": ROUTERS["stock"]}, "is a MultiConnector"),
     ],
 )
-def test_a_connector_that_can_not_be_left_out_is_refused_before_any_is_built(more: dict[str, Any], why: str) -> None:
+def test_what_cannot_be_isolated_is_refused_before_any_is_built(more: dict[str, Any], why: str) -> None:
     best, other = Script("best"), Script("other")
     connectors = [entry_for(best) | more, entry_for(other)]
     with pytest.raises(ConfigError, match=rf"best_effort: found 'best' \(\w+\), which can.t be isolated: it {why}"):
@@ -65,7 +65,7 @@ def test_nobody_waits_for_one_that_is_out(policy: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("policy", ["first", "longest"])
-def test_a_synchronous_offer_is_unused_beside_connectors_that_save(
+def test_a_sync_offer_is_unused_next_to_connectors_that_save(
     policy: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Isolating(monkeypatch, a, b, load_policy=policy)
@@ -89,7 +89,7 @@ class Lone:
 
 
 @pytest.mark.parametrize("has_consumer", [False, True])
-def test_a_synchronous_hit_is_used_where_no_other_connector_saves(a: Script, b: Script, has_consumer: bool) -> None:
+def test_a_sync_hit_is_used_where_no_other_connector_saves(a: Script, b: Script, has_consumer: bool) -> None:
     lone = Lone(a, *([entry_for(b, kv_role="kv_consumer")] if has_consumer else []))
     lone.rig.step()
     assert [tokens for _, tokens, _ in a.called("update_state_after_alloc")] == [2 * BLOCK]
@@ -116,7 +116,7 @@ def test_under_the_v2_runner_a_synchronous_hit_is_not_used(a: Script, monkeypatc
         "update_state_after_alloc",
     ],
 )
-def test_a_synchronous_load_that_fails_is_recomputed_and_nothing_is_saved_in_its_step(a: Script, hook: str) -> None:
+def test_a_failed_sync_load_is_recomputed_and_nothing_is_saved(a: Script, hook: str) -> None:
     lone = Lone(a)
     a.raises[hook] = FAILURE
     lone.rig.step()
@@ -134,7 +134,7 @@ def test_a_synchronous_load_that_fails_is_recomputed_and_nothing_is_saved_in_its
 
 
 @pytest.mark.parametrize("where", ["scheduler", "worker 0", "worker 1", "everywhere"])
-def test_a_connector_that_can_not_be_built_is_out_for_the_engines_life(
+def test_a_connector_that_fails_to_build_is_out_for_good(
     where: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     built: list[str] = []
@@ -176,7 +176,7 @@ def test_another_connector_that_can_not_be_built_ends_start(
     assert len(a.called("shutdown")) == 1
 
 
-def test_the_start_logs_who_is_isolated_and_how_long_a_request_may_wait(
+def test_the_start_logs_the_isolated_ones_and_the_longest_wait(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
@@ -212,7 +212,7 @@ class OfAnother:
         return tuple(counted(self.rig, "kvobs_loads_total", 0, mode, outcome) for outcome in ("ok", "failed"))
 
 
-def test_a_synchronous_load_that_an_isolated_connector_may_have_overwritten_fails(a: Script, b: Script) -> None:
+def test_a_sync_load_that_an_isolated_one_may_overwrite_fails(a: Script, b: Script) -> None:
     engine = OfAnother(a, b, SYNC)
     b.raises["start_load_kv"] = FAILURE
     engine.rig.step()
@@ -240,7 +240,7 @@ def test_an_asynchronous_load_that_it_may_have_overwritten_fails(is_same_step: b
     assert engine.outcomes("async") == (1, 1)
 
 
-def test_a_load_that_it_may_have_overwritten_as_the_request_resumes_is_recomputed(a: Script, b: Script) -> None:
+def test_a_load_maybe_overwritten_at_resumption_is_recomputed(a: Script, b: Script) -> None:
     """Connectors load what is scheduled for the first time: here after another one's load."""
     engine = OfAnother(a, b, KV)
     engine.rig.run(2)
@@ -283,7 +283,7 @@ def test_bad_blocks_that_can_not_be_read_fail_the_load(engine: Isolating, a: Scr
     assert_nothing_is_left(engine.rig)
 
 
-def test_with_several_groups_a_raise_beside_anothers_load_ends_no_engine(a: Script, b: Script) -> None:
+def test_with_several_groups_a_raise_in_a_load_ends_no_engine(a: Script, b: Script) -> None:
     """vLLM ends the engine on bad blocks there."""
     a.offers["r"] = b.offers["r"] = (2 * BLOCK, False)
     a.raises["start_load_kv"] = OSError("a is stuck")

@@ -17,7 +17,7 @@ def test_both_ranks_failing_in_one_step_is_one_failure(engine: Isolating, a: Scr
     assert len(a.called("save_kv_layer")) == 6, "in each step on each rank: it is only shown nothing to save"
 
 
-def test_requests_that_ended_in_a_step_without_it_come_with_the_next(engine: Isolating, a: Script) -> None:
+def test_requests_that_ended_without_it_come_in_the_next_step(engine: Isolating, a: Script) -> None:
     """LMCache reports a promised save when it is given the request there."""
     engine.rig.add("r", max_tokens=1)
     engine.rig.add("longer", max_tokens=8)
@@ -39,7 +39,7 @@ def test_an_error_is_one_short_line_of_the_log(engine: Isolating, a: Script, cap
 
 
 @pytest.mark.parametrize("index", [1, 7, -1])
-def test_a_failure_of_a_connector_that_is_not_isolated_has_no_effect(engine: Isolating, index: int) -> None:
+def test_failures_without_isolation_have_no_effect(engine: Isolating, index: int) -> None:
     engine.side.targets.isolation.record_failures([(index, 0)])
     assert not engine.is_out
 
@@ -193,7 +193,7 @@ def test_a_slow_connector_that_fails_on_a_worker_saves_no_more(
         engine.step()
 
 
-def test_a_slow_connectors_open_lookups_wait_for_the_end_of_its_quarantine(
+def test_open_lookups_of_a_slow_connector_wait_for_its_return(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, slow: dict[str, float]
 ) -> None:
     engine = Isolating(monkeypatch, a, b, lookup_timeout_ms=1)
@@ -211,7 +211,7 @@ def test_a_slow_connectors_open_lookups_wait_for_the_end_of_its_quarantine(
     assert len(a.called("get_num_new_matched_tokens")) == asked + 1
 
 
-def test_a_slow_connector_keeps_nothing_of_a_request_whose_blocks_it_had(
+def test_a_slow_connector_keeps_nothing_of_a_request_it_served(
     engine: Isolating, a: Script, b: Script, slow: dict[str, float]
 ) -> None:
     """Preempted while it is out, the request gets other blocks: not even its end is shown where some save the rest."""
@@ -257,7 +257,7 @@ def test_slowness_is_an_option(monkeypatch: pytest.MonkeyPatch, a: Script, b: Sc
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_slow_call_that_raises_is_out_as_long_as_one_that_answers(
+def test_a_slow_call_that_raises_is_out_as_long_as_an_answer(
     engine: Isolating, a: Script, slow: dict[str, float], raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The usual dead store: a timeout. Trials would take most of the time if each back-off were one second."""
@@ -336,9 +336,7 @@ def test_probation_lasts_until_a_load_succeeds(engine: Isolating, a: Script) -> 
 
 
 @pytest.mark.parametrize("has_loaded", [True, False])
-def test_a_good_save_ends_probation_of_a_connector_that_never_loads(
-    engine: Isolating, a: Script, has_loaded: bool
-) -> None:
+def test_a_good_save_ends_probation_where_nothing_loads(engine: Isolating, a: Script, has_loaded: bool) -> None:
     if has_loaded:
         a.offers["load"] = KV
         engine.rig.add("load", max_tokens=1)

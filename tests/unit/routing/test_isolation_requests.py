@@ -66,7 +66,7 @@ def test_a_hidden_request_of_a_preemption_stays_hidden(engine: Isolating, a: Scr
     assert_nothing_is_left(engine.rig)
 
 
-def test_a_known_request_is_looked_up_while_it_is_out_and_gets_nothing_to_load(engine: Isolating, a: Script) -> None:
+def test_while_out_a_known_request_is_asked_about_but_not_loaded(engine: Isolating, a: Script) -> None:
     """N4: LMCache drops its old block table nowhere else."""
     a.offers["r"] = KV
     engine.rig.add("r", max_tokens=3)
@@ -81,7 +81,7 @@ def test_a_known_request_is_looked_up_while_it_is_out_and_gets_nothing_to_load(e
     assert_nothing_is_left(engine.rig)
 
 
-def test_quarantined_connector_gets_what_vllm_calls_and_nothing_else(engine: Isolating, a: Script, b: Script) -> None:
+def test_a_quarantined_connector_gets_exactly_what_vllm_calls(engine: Isolating, a: Script, b: Script) -> None:
     """N3, N2: around a quarantine the calls of a connector differ from its sibling's by what is hidden from it only."""
     a.raises["wait_for_save"] = FAILURE
     engine.rig.add("r", max_tokens=4)

@@ -122,7 +122,7 @@ def test_each_value_of_the_option_has_a_policy() -> None:
     assert tuple(POLICIES) == get_args(Options.model_fields["load_policy"].annotation)
 
 
-def test_a_number_of_numpys_is_offered_as_a_plain_one_which_vllm_can_encode() -> None:
+def test_a_numpy_number_is_offered_as_a_plain_encodable_one() -> None:
     offer = Asker((cast("Any", np.int64(32)), True)).ask()
     assert offer == Offer(0, 32, True)
     assert type(offer.tokens if offer else None) is int
@@ -187,7 +187,7 @@ def test_an_offer_below_its_minimum_is_never_used(policy: str, tokens: list[int]
         assert lost(asker, i) == ({reason: in_vain} if in_vain else {})
 
 
-def test_an_offer_below_its_minimum_is_no_hit_that_ends_the_waiting() -> None:
+def test_an_offer_below_its_minimum_is_no_hit_that_ends_the_wait() -> None:
     assert Asker((16, True), (None, False), wait_for="earlier", min_tokens={"0": 17}).ask() is None
 
 
@@ -235,7 +235,7 @@ def test_synchronous_offers_of_some_are_not_used() -> None:
 
 
 @EITHER_POLICY
-def test_a_slow_connector_is_waited_for_until_the_timeout_and_no_longer(policy: str, clock: Clock) -> None:
+def test_a_slow_connector_is_awaited_only_until_the_timeout(policy: str, clock: Clock) -> None:
     asker = Asker((None, False), (16, True), load_policy=policy, lookup_timeout_ms=50)
     assert asker.ask() is None
     clock.now_ms = 49
@@ -286,7 +286,7 @@ def test_offered_admitted_and_unused_hit_tokens(tokens: list[int], data: st.Data
 
 
 @pytest.mark.parametrize("is_withdrawn", [False, True])
-def test_the_last_offers_of_a_request_that_ends_before_its_allocation_are_lost(is_withdrawn: bool) -> None:
+def test_the_last_offers_of_a_request_ended_unallocated_are_lost(is_withdrawn: bool) -> None:
     """vLLM asks again in each step as long as it has no blocks."""
     asker = Asker((32, True), (0, False))
     for _ in range(3):
@@ -333,7 +333,7 @@ def test_a_connector_that_is_no_longer_asked_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("answer", [(32, True), (None, False)])
-def test_an_answer_that_isolation_discards_is_neither_used_nor_waited_for(answer: Answer) -> None:
+def test_a_discarded_answer_is_neither_used_nor_awaited(answer: Answer) -> None:
     """A connector that failed while it knew a request may hold nonsense about that request, and about no other."""
     isolation = SimpleNamespace(
         asks=lambda index, request: True, discards=lambda index, request: (index, request) == (0, "r")
@@ -352,7 +352,7 @@ KV = (2 * BLOCK, True)
 NOT_YET, MISS = (None, False), (0, False)
 
 
-def test_open_lookup_is_asked_the_same_until_answered_then_given_no_tokens() -> None:
+def test_an_open_lookup_is_repeated_and_then_gets_no_tokens() -> None:
     """But not in a step in which its last call was slow, and not about what has ended."""
     calls: list[Any] = []
     answers = {"r": NOT_YET, "ended": KV}
@@ -399,7 +399,7 @@ def tokens_of(script: Script) -> list[int]:
     return [tokens for _, tokens, _ in script.called("update_state_after_alloc")]
 
 
-def test_a_lookup_answered_while_its_sibling_loads_is_closed_once(a: Script, b: Script) -> None:
+def test_a_lookup_answered_while_its_sibling_loads_closes_once(a: Script, b: Script) -> None:
     """The allocation after the load is no lookup: it must not be opened again."""
     rig = waiting_for_earlier(a, b, NOT_YET, KV)
     rig.run(3)
@@ -417,7 +417,7 @@ def test_a_lookup_answered_while_its_sibling_loads_is_closed_once(a: Script, b: 
 @pytest.mark.skipif(not versions.ignores_answers(), reason="this vLLM loads what is offered")
 @pytest.mark.parametrize("options", [{}, {"wait_for": "earlier"}, {"load_policy": "longest"}], ids=str)
 @pytest.mark.parametrize("answer", [KV, MISS, NOT_YET, [NOT_YET, KV]], ids=str)
-def test_an_answer_that_vllm_ignores_is_no_hit_no_offer_and_nobody_waits_for_it(
+def test_an_answer_that_vllm_ignores_is_no_hit_offer_or_wait(
     answer: Any, options: dict[str, Any], a: Script, b: Script
 ) -> None:
     """As that about prompt_logprobs: the request runs at once."""

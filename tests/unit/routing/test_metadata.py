@@ -37,7 +37,7 @@ def test_metadata_survives_a_process_hop() -> None:
     assert arrived.orders.loads["r"].blocks == ((3, 4), ())
 
 
-def test_worker_metadata_merges_connectors_by_their_rule_and_keeps_all_reports() -> None:
+def test_worker_metadata_merges_by_rule_and_keeps_all_reports() -> None:
     reports = [report(rank, ReportKind.RECEIVED, "r", 0, rank) for rank in range(3)]
     ranks = [
         MultiKVConnectorWorkerMetadata(metadata=(Tally(1), None, None), reports=reports[:1]),
@@ -61,7 +61,7 @@ def test_ranks_with_other_connectors_are_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
-def test_metadata_of_too_few_or_many_connectors_is_refused_by_number(parts: int) -> None:
+def test_metadata_of_a_wrong_number_of_connectors_is_refused(parts: int) -> None:
     """With one rank nothing is aggregated, and nothing has compared them."""
     with pytest.raises(TypeError, match=f"{parts} connectors reached kvobs, which has 2"):
         checked(MultiKVConnectorWorkerMetadata((None,) * parts), 2, 2)
@@ -78,7 +78,7 @@ RECEIVED: Any = ReportKind.RECEIVED
         *((0, kind, index) for kind in (RECEIVED, ReportKind.SAVED, ReportKind.SYNC_FAILED) for index in (-1, 2)),
     ],
 )
-def test_a_report_that_no_worker_of_this_engine_can_make_is_refused(rank: int, kind: Any, index: int) -> None:
+def test_a_report_that_no_worker_here_can_make_is_refused(rank: int, kind: Any, index: int) -> None:
     """Early, a load's blocks would be read before they are filled."""
     reports = [report(0, RECEIVED, "r"), report(rank, kind, "r", index)]
     with pytest.raises(
@@ -153,7 +153,7 @@ def test_an_isolated_connectors_worker_metadata_is_lost_alone(is_lost_before: bo
     assert is_lost_before or merged.metadata[0] is None
 
 
-def test_another_connectors_worker_metadata_ends_the_merge_as_in_vllm() -> None:
+def test_others_worker_metadata_ends_the_merge_as_in_vllm() -> None:
     parts = (Tally(1), Clashing(1))
     one, two = (MultiKVConnectorWorkerMetadata(parts, isolated=frozenset({0})) for _ in range(2))
     with pytest.raises(ArithmeticError):

@@ -52,7 +52,7 @@ def test_a_receipt_is_owned_once_per_load() -> None:
     assert made.first_of_owned(0, {"a"}) == {"a"}, "the request loads again"
 
 
-def test_an_ended_load_is_resumed_for_one_step_if_others_may_write_into_it() -> None:
+def test_a_load_that_others_may_spoil_is_kept_for_one_step() -> None:
     hit = ASYNC._replace(hit_by=(1,))
     made = loads(a=hit, plain=ASYNC, gone=hit)
     assert made.take(Orders(closed=["a", "plain", "gone", "unknown"], orphaned=["gone"])) == [

@@ -12,9 +12,7 @@ both = pytest.mark.parametrize("router", list(ROUTERS))
 
 
 @both
-def test_r2_one_connector_loads_and_the_others_get_the_same_blocks_and_no_tokens(
-    router: str, a: Script, b: Script
-) -> None:
+def test_r2_one_loads_and_others_get_its_blocks_without_tokens(router: str, a: Script, b: Script) -> None:
     b.offers["r"] = KV
     started(router, a, b)
     ((_, tokens_a, blocks_a),) = a.called("update_state_after_alloc")
@@ -23,7 +21,7 @@ def test_r2_one_connector_loads_and_the_others_get_the_same_blocks_and_no_tokens
 
 
 @both
-def test_r4_the_end_delays_if_any_connector_does_and_merges_params(router: str, a: Script, b: Script) -> None:
+def test_r4_the_end_delays_if_any_does_and_merges_params(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, a, b)
     a.params["r"], b.params["r"] = {"x": 1}, {"y": 2}
     b.promises.add("r")
@@ -31,7 +29,7 @@ def test_r4_the_end_delays_if_any_connector_does_and_merges_params(router: str, 
 
 
 @both
-def test_r5_blocks_are_released_once_after_the_last_promised_save(router: str, a: Script, b: Script) -> None:
+def test_r5_blocks_are_released_once_after_the_last_save(router: str, a: Script, b: Script) -> None:
     a.promises.add("r")
     b.promises.add("r")
     rig = started(router, a, b, ranks=2, steps=3)
@@ -92,7 +90,7 @@ def test_r8_shutdown_reaches_every_connector_after_one_raised(router: str, a: Sc
 
 
 @both
-def test_r9_the_second_allocation_call_has_no_tokens_and_keeps_the_owner(router: str, a: Script, b: Script) -> None:
+def test_r9_the_second_call_has_no_tokens_and_keeps_the_owner(router: str, a: Script, b: Script) -> None:
     b.offers["r"] = KV
     rig = started(router, a, b)
     b.say(0, received="r")

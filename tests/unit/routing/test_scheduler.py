@@ -93,7 +93,7 @@ def hit_tokens(rig: Rig, index: int) -> dict[str, int]:
 
 @pytest.mark.skipif("get_external_cache_hit_sources" not in versions.hooks(), reason="since vLLM 0.33")
 @pytest.mark.parametrize("is_async", [True, False])
-def test_the_tiers_of_a_load_are_counted_once_by_the_connector_that_loads(
+def test_a_loads_tiers_count_once_at_the_connector_that_loads(
     is_async: bool, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not when an async load has ended, nor after a preemption."""
@@ -116,7 +116,7 @@ def test_the_tiers_of_a_load_are_counted_once_by_the_connector_that_loads(
 @pytest.mark.parametrize(
     "tiers", [{}, {"host": 31}, {"external_unspecified": 32}, {"new tier": 32}, {"new tier": 30, "host": 3}]
 )
-def test_tiers_that_nobody_knows_or_that_do_not_add_up_are_unspecified(tiers: dict[str, int]) -> None:
+def test_unknown_tiers_or_ones_that_do_not_sum_are_unspecified(tiers: dict[str, int]) -> None:
     recorder = Recorder(1)
     OfferCounts(recorder, [1]).sourced(0, 32, tiers)
     assert counts(recorder) == {signals.word(0, signals.slot(signals.HIT_TOKENS, "unspecified")): 32}

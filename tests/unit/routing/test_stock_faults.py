@@ -114,7 +114,7 @@ def test_w5_a_stale_choice_does_not_load(router: str, a: Script, b: Script) -> N
 
 
 @wrong_in_stock(ValueError, "rebuilds stats through the registry of names: engine dead at the first transfer")
-def test_w6_stats_of_a_connector_loaded_by_module_path_are_rebuilt(router: str, a: Script, b: Script) -> None:
+def test_w6_stats_of_a_connector_by_module_path_are_rebuilt(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, connectors=[entry_for(a, "SummedConnector"), entry_for(b)])
     a.stats.append(Stats(data={"n": 3}))
     rig.step()
@@ -185,7 +185,7 @@ def test_w10_each_connector_gets_its_own_handshake_back(router: str, a: Script, 
 
 
 @wrong_in_stock(ValueError, "broadcasts: a connector that never shakes hands refuses pp_rank > 0")
-def test_w10_pipeline_parallel_works_beside_a_connector_without_handshake(router: str, a: Script, b: Script) -> None:
+def test_w10_pipelines_work_with_a_connector_without_handshake(router: str, a: Script, b: Script) -> None:
     rig = Rig(router, connectors=[entry_for(a, "PipelineAwareConnector"), entry_for(b)])
     a.handshake = Handshake("a")
     a.calls.clear()
@@ -288,7 +288,7 @@ def test_w13_kv_cache_events_reach_the_connector_that_made_them(router: str, a: 
 
 @pytest.mark.parametrize("is_received_later", [True, False])
 @wrong_in_stock(RuntimeError, "block errors with several KV cache groups end the engine")
-def test_w16_with_several_groups_the_load_fails_and_is_recomputed(
+def test_w16_with_several_groups_a_failed_load_is_recomputed(
     router: str, a: Script, b: Script, is_received_later: bool
 ) -> None:
     a.offers["r"] = [KV, (0, False)]
@@ -341,7 +341,7 @@ def test_w19_a_connectors_own_failure_policy_is_warned_of(
 @wrong_in_stock(AssertionError, "two completions for one request: the scheduler asserts, the server dies")
 @pytest.mark.parametrize("load_first", [True, False])
 @pytest.mark.parametrize("saver", ["a", "b"])
-def test_w20_an_abort_during_a_load_with_a_promised_save_completes_once(
+def test_w20_an_abort_of_a_load_with_a_save_completes_once(
     router: str, load_first: bool, saver: str, a: Script, b: Script
 ) -> None:
     """LMCache MP promises to save what it loads itself, and reports both."""
@@ -369,7 +369,7 @@ def test_w20_an_abort_during_a_load_with_a_promised_save_completes_once(
 
 
 @wrong_in_stock(AssertionError, "says nothing, while the siblings keep the bad blocks: later hits are wrong")
-def test_w21_a_failed_sync_load_names_the_siblings_that_may_have_saved_it(
+def test_w21_a_failed_sync_load_names_siblings_that_may_save_it(
     router: str, a: Script, b: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     """N2: nothing is reset; what a sibling holds may be other engines', too."""

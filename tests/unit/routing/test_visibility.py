@@ -120,7 +120,7 @@ def by_request(step: Any) -> dict[str, Any]:
 
 
 @given(steps(), visibilities())
-def test_a_view_holds_exactly_the_requests_that_are_not_kept_back(step: Step, visibility: Visibility) -> None:
+def test_a_view_holds_exactly_the_requests_not_kept_back(step: Step, visibility: Visibility) -> None:
     kept = visibility.hidden | visibility.dropped | visibility.withheld
     output, before = step.output, copy.deepcopy(step.output)
     view = visibility.shown(output)
@@ -169,7 +169,7 @@ def test_nothing_is_copied_where_nothing_is_kept(step: Step, visibility: Visibil
         assert visibility.shown(step.output) is step.output
 
 
-def test_every_field_of_vllms_output_is_filtered_or_of_no_request() -> None:
+def test_each_field_of_vllms_output_is_filtered_or_of_no_request() -> None:
     assert {field.name for field in fields(SchedulerOutput)} == _FILTERED | OF_NO_REQUEST
 
 
@@ -214,7 +214,7 @@ def output_with(finished: set[str]) -> SchedulerOutput:
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_a_hidden_request_is_hidden_to_its_end_and_forgotten_after(is_held: bool) -> None:
+def test_a_hidden_request_stays_so_to_its_end_and_is_forgotten(is_held: bool) -> None:
     """Also where a sibling's save holds its blocks, and its release is shown to the connectors."""
     visibility, live = Visibility(), {"r"}
     visibility.hidden.add("r")
@@ -233,7 +233,7 @@ def test_a_hidden_request_is_hidden_to_its_end_and_forgotten_after(is_held: bool
 
 
 @pytest.mark.parametrize("taints", [True, False])
-def test_the_end_of_a_request_is_shown_unless_it_may_be_saved_there(taints: bool) -> None:
+def test_a_requests_end_is_shown_unless_it_may_be_saved_there(taints: bool) -> None:
     visibility = Visibility()
     visibility.withhold("r", taints=taints)
     visibility.end("r")

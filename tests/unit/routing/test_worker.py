@@ -49,7 +49,7 @@ def test_failures_of_several_connectors_are_returned_together(a: Script, b: Scri
     assert results == KVConnectorTransferResults(finished_recving={"p", "q"}, failed_recving={"p", "q"})
 
 
-def test_the_failure_of_a_requests_second_load_is_returned_as_that_of_its_first(a: Script, b: Script) -> None:
+def test_a_second_loads_failure_is_returned_as_the_firsts(a: Script, b: Script) -> None:
     side = side_of(Rig("kvobs", a, b), ("r", LOAD))
     for _ in range(2):
         a.say(0, failed="r")
@@ -79,7 +79,7 @@ def test_an_idle_worker_says_nothing(a: Script, b: Script) -> None:
 LOAD = LoadOrder(0, is_async=True, blocks=((1,),))
 
 
-def test_a_load_that_is_over_before_its_rank_gets_its_requests_end_is_forgotten(a: Script, b: Script) -> None:
+def test_a_load_that_ends_before_its_requests_end_is_forgotten(a: Script, b: Script) -> None:
     side = side_of(Rig("kvobs", a, b), ("r", LOAD))
     side.bind_connector_metadata(dataclasses.replace(side._meta, orders=Orders(orphaned=["r"], closed=["r"])))
     assert (side._open.by_request, side._open._orphaned) == ({}, set())
@@ -93,7 +93,7 @@ def test_sync_loads_are_reported_when_their_step_is_over(a: Script, b: Script) -
     assert said(side) == [(ReportKind.SYNC_DONE, "good", 0), (ReportKind.SYNC_FAILED, "bad", 1)]
 
 
-def test_sync_loads_of_one_connector_divide_the_time_that_their_step_waited_for_it(a: Script, b: Script) -> None:
+def test_sync_loads_of_one_connector_share_their_steps_wait(a: Script, b: Script) -> None:
     """By their blocks; one without counts like one with a block. All of the time is divided."""
     blocks = {"r": (0, ((1,), ())), "s": (0, ((2, 3), (9,))), "t": (0, ()), "u": (1, ((4, 5),))}
     side = side_of(Rig("kvobs", a, b), *((r, LoadOrder(index, False, ids)) for r, (index, ids) in blocks.items()))
@@ -232,7 +232,7 @@ def test_last_begun_of_endless_transfers_are_known(a: Script, b: Script, monkeyp
 
 
 @pytest.mark.parametrize(("word", "is_load"), [("received", True), ("failed", True), ("saved", False)])
-def test_a_report_has_the_times_of_its_order_and_end_and_how_long_that_took(
+def test_a_report_has_its_order_and_end_times_and_duration(
     word: str, is_load: bool, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each once: what a connector reports again began at an unknown time."""
@@ -266,7 +266,7 @@ def test_bad_blocks_do_not_end_a_load(a: Script, b: Script, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("had_one", [False, True])
-def test_before_and_after_a_step_a_worker_has_no_metadata_and_says_nothing(had_one: bool, a: Script, b: Script) -> None:
+def test_outside_a_step_a_worker_has_no_metadata_and_is_silent(had_one: bool, a: Script, b: Script) -> None:
     """vLLM reads stats and events of a worker between steps, too."""
     rig = Rig("kvobs", a, b)
     side = rig.workers[0]._side

@@ -69,7 +69,7 @@ def test_after_a_failure_it_goes_on_to_be_called(hook: str, is_out: bool) -> Non
     assert worker.gate.closed == OPEN
 
 
-def test_a_failure_is_reported_once_with_its_epoch_unless_the_scheduler_knows() -> None:
+def test_a_failure_unknown_to_the_scheduler_is_reported_once() -> None:
     worker = Worker()
     worker.begin(3)
     worker.fail("wait_for_save")
@@ -96,7 +96,7 @@ def test_a_connector_without_metadata_is_left_out_of_the_step(is_built: bool) ->
     assert worker.gate.closed == OPEN
 
 
-def test_a_connector_that_never_begins_has_nothing_that_could_fail_there() -> None:
+def test_a_connector_that_never_starts_has_nothing_to_fail() -> None:
     """Its ``start_load_kv`` is empty, so that kvobs does not call it."""
 
     class Elsewhere:
@@ -129,7 +129,7 @@ def test_connector_that_miscounts_its_saves_is_not_tried_again() -> None:
     assert worker.gate.closed == OPEN, "what it holds is given back by its own hooks"
 
 
-def test_after_one_that_could_not_be_built_the_others_are_logged_by_their_names(caplog: Any) -> None:
+def test_after_a_failed_build_the_others_are_logged_by_name(caplog: Any) -> None:
     recorder = Recorder(2)
     unbuilt = SubConnector(0, "gone", object.__new__(Unbuilt), recorder, gate=Gate(0, recorder))
     WorkerGates([unbuilt, SubConnector(1, "good", Loader(), recorder, gate=(gate := Gate(1, recorder)))])

@@ -50,7 +50,7 @@ def test_given_names_come_first_the_rest_get_numbers(connectors: Any, given: lis
     assert read({"connectors": connectors, "kvobs": {"names": given}}).names == names
 
 
-def test_as_many_connectors_are_allowed_as_numbers_can_be_sent_of() -> None:
+def test_as_many_connectors_are_allowed_as_have_sendable_numbers() -> None:
     assert len(read({"connectors": TWO * (CONNECTORS_AT_MOST // 2)}).names) == CONNECTORS_AT_MOST
 
 
@@ -140,7 +140,7 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     assert message in mistake
 
 
-def test_all_mistakes_are_reported_at_once_and_valid_options_are_kept() -> None:
+def test_all_errors_are_reported_at_once_and_valid_options_kept() -> None:
     kvobs = {"tracing": {"level": "all", "x": 1}, "nmaes": [], "names": ["a", "a"], "best_effort": ["a", "q"],
              "min_tokens": {"z": 1, "a": 0}, "slow_call_ms": 0, "request_report": True}  # fmt: skip
     configuration, found = validate({"connectors": [*TWO, {}], "kvobs": kvobs})
@@ -188,7 +188,7 @@ def test_the_old_variable_is_refused_with_the_new_one(monkeypatch: pytest.Monkey
     )
 
 
-def test_found_allowed_and_fix_are_separate_also_in_another_process() -> None:
+def test_found_allowed_and_fix_stay_separate_in_another_process() -> None:
     with pytest.raises(ConfigError) as error:
         read({"connectors": TWO, "kvobs": {"load_policy": "best"}})
     again = pickle.loads(pickle.dumps(error.value))

@@ -26,7 +26,7 @@ def test_a_finding_is_printable(path: str, found: str, allowed: str, fix: str) -
     assert str(Finding(path, found, allowed, fix)).isprintable()
 
 
-def test_an_unknown_key_is_taken_for_the_known_one_that_is_most_like_it() -> None:
+def test_an_unknown_key_is_taken_for_the_most_similar_one() -> None:
     known = ("names", "best_effort")
     near, other = (kinds.UNKNOWN_OPTION.near(f"kvobs.{key}", key, known) for key in ("name", "x"))
     assert near == Finding("kvobs.name", "unknown option", "'names', 'best_effort'", "use 'names'")

@@ -98,7 +98,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", LONG)
-def test_a_message_is_short_whatever_is_long_and_however_many_mistakes_there_are(what: str) -> None:
+def test_a_message_is_short_for_long_values_and_many_errors(what: str) -> None:
     found = outcome({"connectors": [CONNECTOR], KEY: LONG[what]})
     assert isinstance(found, ConfigError)
     assert len(str(found)) < (20_000 if "many" in what else 2000)

@@ -86,7 +86,7 @@ NARROW = (*LOAD_DURATION.buckets, math.inf)
 
 
 @given(st.lists(st.floats(LOAD_DURATION.buckets[0] * 1.001, 64), min_size=1, max_size=300), st.floats(0.01, 1))
-def test_a_percentile_is_within_10_percent_whatever_the_durations(times_s: list[float], q: float) -> None:
+def test_a_percentile_is_within_10_percent_for_any_durations(times_s: list[float], q: float) -> None:
     counts = [0] * len(NARROW)
     for seconds in times_s:
         counts[bisect_left(NARROW, seconds)] += 1
@@ -96,7 +96,7 @@ def test_a_percentile_is_within_10_percent_whatever_the_durations(times_s: list[
     assert shown == pytest.approx(sorted(times_s)[math.ceil(rank) - 1], rel=0.1)
 
 
-def test_the_limits_of_percentiles_are_bounds_of_their_histograms() -> None:
+def test_limits_of_percentiles_are_bounds_of_their_histograms() -> None:
     """Half of what lies in a bucket would otherwise have the wrong state or colour."""
     of_loads = {*SLOW.limits.values(), Site().slow_load_s, *(s.value for s in looks.LOAD_SECONDS.build().steps[1:])}
     assert of_loads <= {*LOAD_DURATION.buckets}

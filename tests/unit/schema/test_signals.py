@@ -57,7 +57,7 @@ def test_bounds_rise_and_belong_to_histograms(signal: Signal) -> None:
     assert found == [0, *(i + more for i in range(len(signal.bounds)) for more in (0, 1))]
 
 
-def test_every_timed_hook_has_a_label_value_and_hooks_called_once_share_one() -> None:
+def test_each_timed_hook_has_a_label_and_single_calls_share_one() -> None:
     for hook in filter(is_timed, HOOKS.values()):
         assert hook_label(hook.name) in CALL_DURATION.labels["hook"]
         assert hook_label(hook.name) == (OTHER if hook.cadence is Cadence.ONCE else hook.name)
@@ -87,7 +87,7 @@ def test_a_connectors_counts_are_found_by_its_own_slots() -> None:
     )
 
 
-def test_a_histogram_has_a_slot_for_each_bucket_the_rest_and_the_sum() -> None:
+def test_a_histogram_has_slots_for_buckets_the_rest_and_the_sum() -> None:
     series = next(s for s in SERIES[Scope.CONNECTOR] if s.signal is CALL_DURATION)
     assert series.width == len(CALL_DURATION.bounds) + 2
 

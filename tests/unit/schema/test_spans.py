@@ -43,7 +43,7 @@ def test_a_title_names_the_subject_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("reason", list(Reason))
-def test_slow_and_failed_spans_are_urgent_also_once_they_were_read(reason: Reason) -> None:
+def test_slow_and_failed_spans_stay_urgent_after_reading(reason: Reason) -> None:
     for sent in (reason, str(reason)):
         assert record(reason=sent).is_urgent is (reason in (Reason.SLOW, Reason.ERROR))
 
@@ -73,7 +73,7 @@ def test_nothing_else_is_a_record(row: Any) -> None:
 
 
 @given(st.sampled_from(Record._fields), json_values)
-def test_a_row_with_one_field_of_anything_is_read_or_not_and_never_raises(field: str, value: Any) -> None:
+def test_a_row_with_any_odd_field_is_read_or_not_without_raising(field: str, value: Any) -> None:
     row: list[Any] = list(record(**{field: value}))
     found = read(row)
     if found is not None:

@@ -32,7 +32,7 @@ def test_the_blocks_of_a_load_are_beyond_local_tokens(local: int, external: int,
     assert CacheLayout((16,)).loaded([[11, 12, 13]], local, external) == (expected,)
 
 
-def test_groups_have_their_own_block_size_and_the_null_block_is_nobodys_but_unknown_ones_are_taken_whole() -> None:
+def test_groups_have_block_sizes_and_the_null_block_has_no_owner() -> None:
     assert CacheLayout((16, 32)).loaded([[1, 2, 3, 4], [0, 9]], 0, 64) == ((1, 2, 3, 4), (9,))
     assert CacheLayout(()).loaded([[1, 2]], 16, 16) == ((1, 2),)
     assert CacheLayout(()).lost(((1, 2),), {1}, 0, 32) == 0
@@ -83,7 +83,7 @@ def test_a_block_has_bytes_in_all_layers_of_all_ranks(ranks: int) -> None:
     assert CacheLayout((16,)).bytes_of(((1, 2),)) == CacheLayout(()).bytes_of(((1, 2),)) == 0
 
 
-def test_ranks_of_pipeline_stages_add_up_also_if_some_are_missing() -> None:
+def test_pipeline_stages_add_up_also_if_ranks_are_missing() -> None:
     """Where vLLM has no pp_aware hook, the stages' handshakes have the same key, and one is left."""
     layout = CacheLayout((16, 16), (1, 1))
     assert layout.measured([(30, 10), (20, 10)], 2).block_bytes == (50, 20)
@@ -187,7 +187,7 @@ def test_layers_that_no_connector_transfers_have_no_bytes() -> None:
 
 
 @pytest.mark.parametrize(("exempt", "factor"), [({}, 2), ({"dcp_sharded": True}, 2), ({"dcp_sharded": False}, 1)])
-def test_a_group_is_shared_by_context_parallel_ranks_unless_it_is_exempt(exempt: dict[str, bool], factor: int) -> None:
+def test_context_parallel_ranks_share_groups_that_are_not_exempt(exempt: dict[str, bool], factor: int) -> None:
     group = SimpleNamespace(
         kv_cache_spec=SimpleNamespace(block_size=16, page_size_bytes=64, **exempt), layer_names=["a"]
     )

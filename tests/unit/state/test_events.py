@@ -15,12 +15,12 @@ def test_an_observer_need_not_record_an_event(event: str) -> None:
     assert getattr(Observer(), event)(**{each.name: None for each in parameters}) is None
 
 
-def test_there_are_events_of_lookups_transfers_connectors_and_ends() -> None:
+def test_lookups_transfers_connectors_and_ends_have_events() -> None:
     assert {"looked_up", "allocated", "admitted", "load_ended", "promised", "saved", "aborted"} < set(EVENTS)
     assert {"answered", "lapsed", "quarantined", "readmitted", "request_ended"} < set(EVENTS)
 
 
-def test_without_telemetry_nothing_is_added_to_the_routers_messages() -> None:
+def test_without_telemetry_the_routers_messages_stay_the_same() -> None:
     annotator, request = Annotator(), SimpleNamespace()
     params: Any = {"key": 1}
     assert annotator.of_step(None, has_forward=True, has_sync_loads=False) is None

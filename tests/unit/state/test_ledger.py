@@ -392,7 +392,7 @@ def test_a_load_that_its_connector_withdrew_can_still_fail() -> None:
     assert load.failed
 
 
-def test_after_an_abort_between_two_ranks_receipts_the_blocks_are_held_until_the_second() -> None:
+def test_an_abort_between_receipts_holds_blocks_until_the_last() -> None:
     """The second rank is still writing into them."""
     ledger = opened()
     ledger.record(report(ReportKind.RECEIVED, "r", 0, 0))
@@ -417,7 +417,7 @@ def test_a_failure_that_is_read_twice_ends_one_load() -> None:
 
 
 @pytest.mark.parametrize("sibling_is_first", [True, False])
-def test_the_end_of_a_load_is_that_of_its_connectors_promise_where_it_reports_no_other(sibling_is_first: bool) -> None:
+def test_a_loads_end_is_at_its_promise_if_no_other_is_reported(sibling_is_first: bool) -> None:
     """FlexKV promises at an abort, and reports no more than the end of the load."""
     ledger = opened(ends_save=True)
     ledger.finish("r", [(0, 2), (1, 1)], 10, 16)
@@ -471,7 +471,7 @@ def test_stuck_transfer_is_not_stuck_again_when_a_rank_reports() -> None:
     assert ledger.settle([report(ReportKind.RECEIVED, "r", 0, 1)], (), 50).loads == ["r"], "late is not lost"
 
 
-def test_a_save_that_was_half_reported_before_its_promise_waits_since_the_promise() -> None:
+def test_a_half_reported_save_waits_since_its_promise() -> None:
     ledger = opened()
     ledger.record(report(ReportKind.SAVED, "r", 1, 0), 10)
     assert ledger.take_stuck(90, 2) == []
@@ -480,7 +480,7 @@ def test_a_save_that_was_half_reported_before_its_promise_waits_since_the_promis
     assert ledger.take_stuck(20, 2) == [(1, Stuck("save", "r", (1,)))]
 
 
-def test_a_half_reported_load_that_is_given_up_is_not_stuck_later() -> None:
+def test_a_half_reported_load_given_up_is_not_stuck_later() -> None:
     """Its failure is known: no rank is waited for any more."""
     ledger = opened(expected=2)
     ledger.record(report(ReportKind.RECEIVED, "r", 0, 0), 10)
@@ -502,7 +502,7 @@ def test_only_an_open_asynchronous_load_can_be_given_up() -> None:
 # What a connector's scheduler side adds to the workers' reports, or withdraws
 
 
-def test_a_save_that_its_connector_withdraws_waits_for_new_reports_also_after_it_was_given_up() -> None:
+def test_a_withdrawn_save_waits_for_new_reports_even_if_given_up() -> None:
     ledger = Ledger()
     ledger.finish("r", [(0, 1)], 10)
     assert ledger.give_up(0, 10, 20) == (0, 1)

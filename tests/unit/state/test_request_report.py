@@ -135,7 +135,7 @@ events = st.lists(
 
 
 @given(st.lists(loads, min_size=4, max_size=4), events)
-def test_whatever_comes_in_whatever_order_it_is_rendered_and_bounded(known: list[Load], sequence: list[Any]) -> None:
+def test_anything_in_any_order_is_rendered_and_bounded(known: list[Load], sequence: list[Any]) -> None:
     report = RequestReport(200)
     for event, *args in sequence:
         if event in ("admitted", "load_ended", "load_weighed", "aborted"):

@@ -41,7 +41,7 @@ def test_lookups_are_timed_only_where_an_observer_records_them() -> None:
     assert Composed([Observer(), OfLookups()]).wants_lookups
 
 
-def test_an_observer_that_records_an_event_costs_the_others_nothing() -> None:
+def test_an_observer_that_records_costs_the_others_nothing() -> None:
     composed = Composed([OfLookups()])
     assert [event for event in EVENTS if event in vars(composed)] == ["looked_up"]
 
@@ -59,7 +59,7 @@ class BrokenTraces(Traces):
 
 @pytest.mark.usefixtures("in_production")
 @pytest.mark.parametrize(("broken", "where"), [(Broken(), "record"), (BrokenTraces(), "trace")])
-def test_an_error_in_an_observer_is_counted_and_the_others_get_the_event(broken: Observer, where: str) -> None:
+def test_an_observers_error_is_counted_and_others_get_the_event(broken: Observer, where: str) -> None:
     noted: list[Any] = []
     Composed([broken, Noting("one", noted)]).quarantined(1)
     assert noted == [("one", "quarantined", (1,), {})]

@@ -57,7 +57,7 @@ def test_with_level_calls_every_call_is_noticed(rank: int | None) -> None:
 
 @pytest.mark.usefixtures("in_production")
 @pytest.mark.parametrize("rank", [None, 0])
-def test_where_no_sampler_can_be_built_slow_and_failed_spans_are_written_all_the_same(
+def test_without_any_sampler_slow_and_failed_spans_are_written(
     rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorders, "Verdicts", lambda: 1 / 0)
@@ -72,7 +72,7 @@ def test_where_no_sampler_can_be_built_slow_and_failed_spans_are_written_all_the
 
 
 @pytest.mark.parametrize(("rank", "process"), [(None, "scheduler"), (0, "worker")])
-def test_collections_of_pythons_are_counted_for_the_process_that_waited(
+def test_pythons_collections_are_counted_in_the_waiting_process(
     rank: int | None, process: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvobs.page.writer.look_from_thread", lambda *_: None)
@@ -86,6 +86,6 @@ def test_collections_of_pythons_are_counted_for_the_process_that_waited(
         assert numbers(made.page).counts[signals.slot(signals.GC_PAUSES, process)] == total
 
 
-def test_the_exceptions_of_isolated_connectors_do_not_end_the_engine() -> None:
+def test_isolated_connectors_exceptions_do_not_end_the_engine() -> None:
     made = built(None, best_effort=["two"])
     assert list(made.page._contained) == [1]

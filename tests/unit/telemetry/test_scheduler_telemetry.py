@@ -70,7 +70,7 @@ def looked(*, goes_on: bool) -> list[Any]:
     return [("log_late",), ("look", ("goes_on", goes_on))]
 
 
-def test_gauges_are_set_when_a_step_is_built_and_when_its_output_has_come(scheduler: Scheduler) -> None:
+def test_gauges_are_set_at_a_steps_build_and_at_its_output(scheduler: Scheduler) -> None:
     """A step may hang between the two, for as long as it wants."""
     scheduler.build()
     assert [name for name, *_ in scheduler.noted] == ["step_begun", "measure"]
@@ -94,7 +94,7 @@ def test_what_takes_time_is_looked_at_every_two_seconds_of_work(scheduler: Sched
 
 
 @pytest.mark.parametrize(("has_forward", "finished"), [(True, ()), (True, "r"), (False, ())])
-def test_in_the_two_seconds_after_a_look_only_the_end_of_a_burst_has_one(
+def test_soon_after_a_look_only_the_end_of_a_burst_has_one(
     has_forward: bool, finished: Any, scheduler: Scheduler
 ) -> None:
     scheduler.step()
@@ -103,7 +103,7 @@ def test_in_the_two_seconds_after_a_look_only_the_end_of_a_burst_has_one(
     assert scheduler.step(EVERY_NS, has_forward=has_forward, finished=finished) == looked(goes_on=has_forward)
 
 
-def test_with_steps_in_flight_the_end_of_a_burst_is_looked_at_with_the_last_output(scheduler: Scheduler) -> None:
+def test_with_steps_in_flight_a_burst_ends_with_the_last_output(scheduler: Scheduler) -> None:
     """As with async scheduling: the next step is built before an output comes."""
     scheduler.step()
     scheduler.build()
@@ -115,7 +115,7 @@ def test_with_steps_in_flight_the_end_of_a_burst_is_looked_at_with_the_last_outp
 
 
 @given(st.lists(st.tuples(st.integers(0, 2 * EVERY_NS), st.booleans(), st.booleans()), max_size=60))
-def test_nothing_that_takes_time_waits_for_longer_than_two_seconds_and_a_step(
+def test_what_takes_time_waits_at_most_two_seconds_and_a_step(
     steps: list[tuple[int, bool, bool]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -128,7 +128,7 @@ def test_nothing_that_takes_time_waits_for_longer_than_two_seconds_and_a_step(
             last_ns = scheduler.now_ns if is_due else last_ns
 
 
-def test_a_step_without_a_trace_or_verified_blocks_has_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_trace_or_verified_blocks_has_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Scheduler(monkeypatch).build() is None
     only_urgent: Any = SimpleNamespace(traces_all=False)  # and no ``begin_step``
     assert Scheduler(monkeypatch, only_urgent).build() is None
@@ -157,9 +157,7 @@ class Closed:
 
 
 @pytest.mark.parametrize("is_well", [True, False])
-def test_at_the_end_what_was_learned_is_recorded_and_the_page_says_how_it_came(
-    is_well: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_records_what_was_learned_and_why_it_came(is_well: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error the page stays as the engine left it: readers find out what ended it."""
     starter, log = Closed(), Closed()
     scheduler = Scheduler(monkeypatch, starter=starter, log=log)
@@ -174,7 +172,7 @@ def test_at_the_end_what_was_learned_is_recorded_and_the_page_says_how_it_came(
 BURST, SKIPPED = 50, 8  # steps, each with a prefill, and the first, of which an estimate learns nothing
 
 
-def test_the_estimate_is_recorded_while_the_engine_works_and_at_a_bursts_end(
+def test_the_estimate_is_recorded_in_work_and_at_a_bursts_end(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     """Not in each step: learning from one by one costs four times as much."""

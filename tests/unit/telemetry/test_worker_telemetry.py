@@ -48,7 +48,7 @@ def test_a_step_is_marked_from_its_begin_to_its_end(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("is_traced", [None, False, True])
-def test_only_where_spans_are_exported_a_step_continues_its_trace_and_those_of_its_loads(
+def test_only_with_exported_spans_a_step_continues_traces(
     is_traced: bool | None,
 ) -> None:
     """Where no spans are exported a slow call gets a separate trace, and a step costs nothing more."""
@@ -59,7 +59,7 @@ def test_only_where_spans_are_exported_a_step_continues_its_trace_and_those_of_i
 
 
 @pytest.mark.usefixtures("in_production")
-def test_a_trace_that_can_not_be_continued_costs_the_step_nothing() -> None:
+def test_a_trace_that_cannot_be_continued_costs_a_step_nothing() -> None:
     worker = Worker(is_traced=True)
     worker.joined = None  # type: ignore[assignment]
     worker.telemetry.step_begun(StepNote(SAMPLED), [])
@@ -67,7 +67,7 @@ def test_a_trace_that_can_not_be_continued_costs_the_step_nothing() -> None:
     assert faults.take() == {"trace": 1}
 
 
-def test_the_verifier_gets_each_step_and_its_answers_are_handed_on() -> None:
+def test_the_verifier_gets_each_step_and_its_answers_arrive() -> None:
     got, orders = list[Any](), object()
     verifier = SimpleNamespace(
         refuses=True,
@@ -105,7 +105,7 @@ def test_only_the_connectors_own_stats_are_sent() -> None:
 
 
 @pytest.mark.parametrize("is_well", [True, False])
-def test_at_the_end_no_exporter_is_started_any_more_and_the_page_says_how_it_came(is_well: bool) -> None:
+def test_at_the_end_no_exporter_starts_and_the_page_has_why(is_well: bool) -> None:
     closed = list[bool]()
     worker = Worker(starter=SimpleNamespace(close=lambda: closed.append(True)))
     worker.telemetry.close(is_well=is_well)

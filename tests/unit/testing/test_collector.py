@@ -72,7 +72,7 @@ def test_a_span_arrives_with_all_that_was_sent(collector: Collector) -> None:
     assert (root.parent_id, root.links, root.kind, root.error, dict(root.attributes)) == ("", (), "INTERNAL", False, {})
 
 
-def test_spans_are_kept_in_order_of_arrival_and_by_trace_and_many_senders_lose_none(collector: Collector) -> None:
+def test_spans_are_kept_in_order_and_many_senders_lose_none(collector: Collector) -> None:
     export(collector, sdk_span("a", 1), sdk_span("b", 2, OTHER_TRACE))
     export(collector, sdk_span("c", 3))
     assert [span.name for span in collector.spans] == ["a", "b", "c"]
@@ -101,7 +101,7 @@ def test_malformed_span_is_refused(body: bytes, headers: dict[str, str]) -> None
     assert collector.spans == []
 
 
-def test_a_collector_that_stopped_refuses_and_comes_back_on_its_port() -> None:
+def test_a_stopped_collector_refuses_and_returns_on_its_port() -> None:
     with GrpcCollector() as collector, ExitStack() as exporters:
         port = collector.port
         sender = exporter(collector, exporters)  # as a server's, it outlives the restart
@@ -116,7 +116,7 @@ def test_a_collector_that_stopped_refuses_and_comes_back_on_its_port() -> None:
     assert [span.name for span in collector.spans] == ["before", "after"]
 
 
-def test_a_collector_that_hangs_never_answers_and_frees_who_waits_when_it_stops() -> None:
+def test_a_hanging_collector_never_answers_until_it_stops() -> None:
     """Without an exporter, which would try again for a minute."""
     with GrpcCollector() as collector, grpc.insecure_channel(collector.endpoint.partition("://")[2]) as channel:
         collector.hang = True

@@ -21,7 +21,7 @@ def test_the_same_model_comes_out_every_time(tmp_path: Path) -> None:
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
-def test_a_finished_model_is_left_alone_and_a_part_of_one_is_made_anew(tmp_path: Path) -> None:
+def test_a_finished_model_is_kept_and_a_partial_one_made_anew(tmp_path: Path) -> None:
     """A folder without config.json was left by an interrupted run."""
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"half")

@@ -47,7 +47,7 @@ def test_port_0_gives_a_port_that_is_free(monkeypatch: pytest.MonkeyPatch) -> No
         assert claim_port(0) == ports[1], "one that others use is passed over"
 
 
-def test_port_0_gives_one_where_the_kernel_may_give_all_ports_to_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_0_gives_one_where_connections_may_take_all_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     _own_ports.cache_clear()
     with monkeypatch.context() as tuned:
         tuned.setattr(Path, "read_text", lambda _: "1024\t65535\n")
@@ -55,7 +55,7 @@ def test_port_0_gives_one_where_the_kernel_may_give_all_ports_to_connections(mon
     _own_ports.cache_clear()
 
 
-def test_a_port_in_use_is_named_and_one_just_closed_can_be_used_again() -> None:
+def test_a_port_in_use_is_named_and_a_closed_one_is_reusable() -> None:
     """Connections of the last server that linger in TIME_WAIT are no obstacle."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -179,7 +179,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield up
 
 
-def test_a_server_that_dies_at_once_shows_why_and_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_server_that_dies_at_once_shows_why_and_its_logs_end(tmp_path: Path) -> None:
     with pytest.raises(ServerError) as error, stand_in(tmp_path, "dies"):
         pass
     lines = str(error.value).splitlines()
@@ -190,7 +190,7 @@ def test_a_server_that_dies_at_once_shows_why_and_the_end_of_its_log(tmp_path: P
     assert lines[3:] == [f"  line {i}" for i in range(76, 100)] + ["  RuntimeError: out of luck"]
 
 
-def test_a_server_that_hangs_is_given_up_and_killed_with_its_connectors(tmp_path: Path) -> None:
+def test_a_hanging_server_is_given_up_and_killed_with_connectors(tmp_path: Path) -> None:
     """On Ctrl-C, too."""
     progress: list[str] = []
 
@@ -208,7 +208,7 @@ def test_a_server_that_hangs_is_given_up_and_killed_with_its_connectors(tmp_path
     assert processes_naming(str(tmp_path)) == []
 
 
-def test_any_exception_inside_the_block_ends_the_server_and_nothing_of_it_stays_behind(tmp_path: Path) -> None:
+def test_any_exception_in_the_block_ends_all_of_the_server(tmp_path: Path) -> None:
     leak = Path("/dev/shm/vllm_dist_kvobs_test-tp:0-[0-1]-cpushm_0")
     with pytest.raises(KeyboardInterrupt), stand_in(tmp_path, "serves") as server:  # noqa: PT012
         group, scratch = cast("Any", server.process).pid, cast("Path", server.scratch)
@@ -234,7 +234,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     server.stop()
 
 
-def test_a_server_killed_from_outside_differs_from_one_that_never_came(server: Server) -> None:
+def test_a_killed_server_differs_from_one_that_was_never_ready(server: Server) -> None:
     process: Any = server.process
     process.kill()
     process.wait()
@@ -288,9 +288,7 @@ def test_a_cache_reset_is_repeated_until_it_succeeds(server: Server) -> None:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("error", [None, ServerError("dead")])
 @pytest.mark.parametrize("has_log", [False, True])
-def test_the_folder_goes_unless_it_is_wanted_or_has_the_log_of_a_dead_server(
-    keep: bool, error: ServerError | None, has_log: bool
-) -> None:
+def test_the_folder_goes_unless_wanted_or_its_server_died(keep: bool, error: ServerError | None, has_log: bool) -> None:
     with suppress(ServerError), folder(keep=keep) as path:
         if has_log:
             (path / "server.log").touch()

@@ -35,7 +35,7 @@ def test_every_hook_in_the_table_is_kvobss_own_code(hook: Hook) -> None:
     assert implemented(hook) is (hook.name not in VLLMS)
 
 
-def test_every_public_hook_of_this_vllm_is_in_the_table_or_inherited_for_a_reason() -> None:
+def test_each_public_hook_here_is_in_the_table_or_inherited() -> None:
     assert set(public_members()) - set(HOOKS) == set(INHERITED)
     assert all(INHERITED.values())
 

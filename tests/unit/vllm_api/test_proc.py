@@ -30,7 +30,7 @@ def test_a_name_may_look_like_the_fields() -> None:
         process.communicate(b"\n")
 
 
-def test_a_thread_beside_another_process_on_its_core_waits_for_that() -> None:
+def test_a_thread_that_shares_its_core_waits_for_the_other() -> None:
     cores, thread = os.sched_getaffinity(0), threading.get_native_id()
     try:
         os.sched_setaffinity(0, {min(cores)})  # of both
@@ -66,7 +66,7 @@ def test_a_process_that_has_ended_is_an_error() -> None:
         stat(process.pid)
 
 
-def test_a_process_has_a_start_time_until_it_ends_even_if_nobody_has_asked_how() -> None:
+def test_a_process_has_a_start_time_until_its_end() -> None:
     ours: Any = start_time(os.getpid())
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert int(start_time(process.pid) or 0) >= int(ours)

@@ -85,7 +85,7 @@ def test_stats_become_a_dict_in_whatever_form_they_are_sent(stats: Any, plain: d
     assert versions.stats_reader()(stats) == plain
 
 
-def test_the_shape_of_a_block_is_the_first_backends_or_the_only_one() -> None:
+def test_a_blocks_shape_is_the_first_backends_or_the_only_one() -> None:
     backend = SimpleNamespace(get_kv_cache_shape=lambda **sizes: (2, *sizes.values()))
     for backends in (backend, [backend, None]):
         assert versions.cache_shape(backends, is_mla=False) == (2, 1, 16, 1, 1)
@@ -103,7 +103,7 @@ def test_fields_that_older_versions_lack_have_their_old_meaning() -> None:
     assert versions.sleep_mode_hook(SimpleNamespace(supports_sleep_mode=bool)) is bool
 
 
-def test_before_030_the_needed_layout_is_that_of_the_current_configuration() -> None:
+def test_before_030_the_current_configuration_has_the_layout() -> None:
     config = VllmConfig()
     config.kv_transfer_config = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     older = {True: "HND", False: "NHD"}
@@ -163,7 +163,7 @@ def test_a_model_has_the_first_name_under_which_it_is_served(served: Any, name: 
         ({"data_parallel_index": 3, "distributed_executor_backend": "external_launcher"}, (3, 5)),
     ],
 )
-def test_an_engine_has_a_number_in_its_group_and_one_on_its_machine(parallel: Any, place: tuple[int, int]) -> None:
+def test_an_engine_has_a_number_in_its_group_and_on_its_machine(parallel: Any, place: tuple[int, int]) -> None:
     parallel = {"data_parallel_rank_local": None, "distributed_executor_backend": "mp", **parallel}
     config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank=2, rank=5, **parallel))
     assert versions.engine_position(config) == place

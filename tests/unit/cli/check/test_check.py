@@ -55,7 +55,7 @@ def test_a_single_connector_of_dynamo_is_left_alone(monkeypatch: pytest.MonkeyPa
     assert "kvobs is not enabled" in checked.warnings[0].says
 
 
-def test_without_stats_kvobs_is_blind_and_with_traces_too_vllm_fails() -> None:
+def test_without_stats_kvobs_is_blind_and_tracing_fails_in_vllm() -> None:
     alone = check(config_of(kvobs={"exporter": None}), Flags(disable_log_stats=True))
     assert ([w.path for w in alone.warnings], alone.mistakes) == (["--disable-log-stats"], [])
     assert alone.off["metrics"] == "--disable-log-stats"
@@ -102,7 +102,7 @@ def test_tracing_level_needs_an_endpoint(
     assert [w.path for w in checked.warnings] == ([f"{PATH}.kvobs.tracing.level"] if wants_it_in_vain else [])
 
 
-def test_the_environment_can_turn_tracing_on_without_parents_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_turns_tracing_off_or_on_without_parents(monkeypatch: pytest.MonkeyPatch) -> None:
     no_otel_variables(monkeypatch)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector")
     checked = check(config_of())
@@ -148,7 +148,7 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_a_free_port_is_left_free_and_without_a_port_none_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_port_stays_free_and_without_a_port_none_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = {"port": claim_port(0)}
     for _ in range(2):
         assert check_text(config_of(kvobs={"exporter": exporter})).warnings == []

@@ -63,7 +63,7 @@ def test_the_check_says_what_is_built(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["OffloadingConnector", "NixlConnector", "SimpleCPUOffloadConnector"])
-def test_classes_of_vllm_say_in_advance_what_they_say_of_this_model(name: str) -> None:
+def test_vllms_classes_answer_in_advance_as_for_this_model(name: str) -> None:
     """Those that need memory or a network to be built, too."""
     own = {"cpu_bytes_to_use": 1 << 30} if "Offload" in name else {}
     transfer = KVTransferConfig(**config_of([{"kv_connector": name, "kv_role": "kv_both", PATH: own}]))

@@ -30,7 +30,7 @@ def run(config: Any, *arguments: str, stdin: str | None = None) -> Result:
     return CliRunner().invoke(cli.app, ["check", text, *arguments], input=stdin, env={"COLUMNS": "160"})
 
 
-def test_a_good_configuration_is_printed_with_where_metrics_and_spans_go() -> None:
+def test_a_good_configuration_shows_where_metrics_and_spans_go() -> None:
     spans = ("--otlp-traces-endpoint", "http://collector:4317")
     short, result = run(GOOD, *spans), run(GOOD, *spans, "-v")
     headline, where, end = short.stdout.splitlines()
@@ -78,7 +78,7 @@ def test_rewrite_prints_the_configuration_alone() -> None:
         assert any(line.startswith(f"error: {key}: ") for line in result.stderr.splitlines() for key in change)
 
 
-def test_stock_configuration_is_checked_as_it_would_be_with_kvobs() -> None:
+def test_stock_configuration_is_checked_as_it_would_be_in_kvobs() -> None:
     result = run("-", stdin=json.dumps(STOCK))
     assert result.exit_code == 0
     assert result.stdout.startswith("kvobs is not in this configuration. With --rewrite it would route between vLLM")
@@ -115,7 +115,7 @@ def test_the_options_of_vllm_are_read() -> None:
     assert noted["metrics_go_to"].endswith(", from kvobs's exporter, which the engine starts: --api-server-count")
 
 
-def test_each_engine_of_a_file_has_a_part_and_the_last_line_counts_all() -> None:
+def test_each_engine_of_a_file_has_a_part_above_the_sum() -> None:
     line = f"vllm serve m --kv-transfer-config '{json.dumps(STOCK)}'"
     result = run(f"vllm serve m --kv-transfer-config $KV &\nKVOBS_ENABLE=1 {line}")
     lines = [line for line in result.stdout.splitlines() if line]
@@ -232,7 +232,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_utime - before, file=sys.stder
 
 
 @pytest.mark.parametrize("connector", ["NixlConnector", "OffloadingConnector", "MoRIIOConnector"])
-def test_a_configuration_is_checked_in_a_second_and_a_half_without_torch(connector: str, tmp_path: Path) -> None:
+def test_a_check_takes_a_second_and_a_half_without_torch(connector: str, tmp_path: Path) -> None:
     """Of this process's own time: others may have the processors."""
     file = tmp_path / "kvobs.json"
     file.write_text(

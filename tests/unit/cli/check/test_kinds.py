@@ -19,14 +19,14 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind not in WITHOUT])
-def test_the_wrong_example_has_this_finding_and_the_right_one_has_not(name: str) -> None:
+def test_only_the_wrong_example_has_this_finding(name: str) -> None:
     kind = KINDS[name]
     wrong, right = ([found[:2] for found in of_example(text)] for text in (kind.wrong, kind.right or NIXL))
     assert (kind.level, name) in wrong, wrong
     assert name not in [found for _, found in right], right
 
 
-def test_each_name_is_that_of_one_kind_and_those_without_examples_have_none() -> None:
+def test_each_name_is_of_one_kind_and_a_few_have_no_example() -> None:
     assert len(KINDS) == sum(isinstance(each, Kind) for each in vars(kinds).values())
     assert {kind for kind in KINDS.values() if not kind.wrong} == WITHOUT
 

@@ -285,7 +285,7 @@ def test_rewrite_wraps_what_the_key_stands_beside() -> None:
     assert json.loads(keyed.stdout)["kv_connector_extra_config"]["connectors"] == [json.loads(CPU)]
 
 
-def test_rewrite_takes_dynamos_router_and_the_engines_of_a_script() -> None:
+def test_rewrite_takes_dynamos_router_and_a_scripts_engines() -> None:
     result = CliRunner().invoke(app, ["check", PD, "--rewrite"])
     pair = json.loads(PD)["kv_connector_extra_config"]["connectors"]
     config = json.loads(result.stdout)

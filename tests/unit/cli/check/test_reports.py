@@ -195,7 +195,7 @@ def test_rewrite_prints_each_engine_by_its_place_or_one() -> None:
 @pytest.mark.parametrize(("more", "length", "warns"), [
     ({}, 1000, True), ({}, 800, False), ({"layer_types": ["full", "sliding"]}, 1000, False), ({"num_hidden_layers": "x"}, 1000, False),
 ])  # fmt: skip
-def test_memory_without_room_for_one_prompt_is_a_warning_if_the_model_is_here(
+def test_memory_too_small_for_a_prompt_warns_if_a_model_is_here(
     more: dict[str, Any], length: int, warns: bool, tmp_path: Path
 ) -> None:
     model = {

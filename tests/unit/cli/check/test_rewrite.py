@@ -53,7 +53,7 @@ def multis(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(multis() | singles)
-def test_a_rewritten_configuration_has_kvobs_and_passes_the_check(stock: dict[str, Any]) -> None:
+def test_a_rewritten_configuration_has_kvobs_and_passes(stock: dict[str, Any]) -> None:
     before = copy.deepcopy(stock)
     config = rewrite(stock)
     assert stock == before
@@ -73,7 +73,7 @@ def test_multi_connector_keeps_its_settings(stock: dict[str, Any]) -> None:
 
 
 @given(singles)
-def test_a_single_connector_is_the_only_connector_and_sees_what_it_saw(stock: dict[str, Any]) -> None:
+def test_a_single_connector_is_the_only_one_and_sees_the_same(stock: dict[str, Any]) -> None:
     config = rewrite(stock)
     transfer = KVTransferConfig(**config)
     (spec,) = read_specs(transfer)

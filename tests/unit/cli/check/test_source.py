@@ -46,7 +46,7 @@ def test_all_forms_say_the_same(text: str, tmp_path: Path) -> None:
     assert text != LINE or read(text)[0].config == CONFIG, "a line may be the argument itself"
 
 
-def test_numbers_with_suffixes_are_what_vllms_parser_makes_of_them() -> None:
+def test_numbers_with_suffixes_are_read_as_vllms_parser_does() -> None:
     text = '{"a": 80G, "b": "80G", "c": [1k, 2.5m, 3t], "d": -2k, "e": 1e3}'
     (source,) = parse(f"vllm serve m --kv-transfer-config '{text}'")
     assert source.config == json.loads(_expand_json_human_readable_numbers(text))

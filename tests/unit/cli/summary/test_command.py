@@ -82,7 +82,7 @@ raise SystemExit({status})
     return [sys.executable, "-c", code]
 
 
-def test_a_command_is_run_and_what_its_engines_counted_meanwhile_is_shown(folder: Path) -> None:
+def test_a_command_runs_and_what_its_engines_counted_is_shown(folder: Path) -> None:
     pages = Pages(None, port=1)
     pages.add(HIT, 100)
     (page,) = folder.iterdir()
@@ -105,7 +105,7 @@ def test_the_options_behind_the_dashes_are_the_commands() -> None:
     assert pages.writers
 
 
-def test_a_command_without_an_engine_keeps_its_status_and_the_reason_is_named() -> None:
+def test_without_an_engine_a_command_keeps_status_and_reason() -> None:
     code, _, errors = run("--", sys.executable, "-c", "raise SystemExit(5)")
     assert code == 5
     assert "warning: no engine runs here yet: those that the command starts are counted" in errors
@@ -115,13 +115,13 @@ def test_a_command_without_an_engine_keeps_its_status_and_the_reason_is_named() 
     assert (code, "no-such-command-x can't be run: No such file or directory" in errors) == (127, True)
 
 
-def test_an_address_that_gives_no_answer_is_named_before_the_command_runs(tmp_path: Path) -> None:
+def test_a_silent_address_is_named_before_the_command_runs(tmp_path: Path) -> None:
     code, _, errors = run("--engine", "localhost:1", "--", sys.executable, "-c", f"open('{tmp_path}/ran', 'w')")
     assert (code, "localhost:1: no answer" in errors) == (1, True)
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_address_that_is_gone_after_the_command_keeps_its_status() -> None:
+def test_an_address_gone_after_the_command_keeps_its_status() -> None:
     answers = [(200, 'kvobs_loads_total{connector="a"} 1\n')]
     with web(lambda _: answers.pop() if answers else (500, "")) as address:
         code, _, errors = run("--engine", address, "--", sys.executable, "-c", "raise SystemExit(4)")

@@ -81,7 +81,7 @@ def scrape(text: str) -> Scrape:
     return Scrape(0.0, parse(text), parse_vllm(text))
 
 
-def test_the_growth_of_each_connector_is_counted_over_engines_and_modes() -> None:
+def test_each_connectors_growth_is_summed_over_engines_and_modes() -> None:
     server = server_sums("here", [(scrape(BEFORE), scrape(AFTER))], 60)
     assert (server.server, server.model, server.seconds, server.restarted) == ("here", "tiny", 60, False)
     assert (server.vllm_version, server.kvobs_version, server.prefills_seen) == ("0.32.0", "0.2.0", 5)
@@ -108,14 +108,14 @@ def test_without_a_text_before_all_is_since_the_start() -> None:
     assert since_start(scrape('kvobs_loads_total{connector="a"} 1\n')) is None
 
 
-def test_an_engine_that_was_started_again_counts_since_then_even_where_no_counter_fell() -> None:
+def test_a_restarted_engine_counts_anew_even_if_no_counter_fell() -> None:
     later = AFTER.replace("1000.0", "2000.0")
     server = server_sums("here", [(scrape(BEFORE), scrape(later))], 60)
     assert (server.restarted, server.connectors[0].lookups) == (True, 23)
     assert server.prompt_tokens == PromptTokens(350, 500, {"cpu": 250})
 
 
-def test_an_engine_that_has_ended_is_named_with_the_call_that_it_died_in() -> None:
+def test_an_ended_engine_is_named_with_the_call_it_died_in() -> None:
     ended = 'kvobs_engine_ended{connector="cpu",engine="0",hook="start_load_kv",reason="SIGKILL"} 1.0\n'
     pair = scrape(BEFORE), scrape(AFTER + ended)
     server = server_sums("here", [pair], 60)
@@ -135,7 +135,7 @@ def test_several_processes_with_the_same_labels_are_added_up() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(BEFORE, ""), ("", AFTER)])
-def test_prompt_tokens_are_not_known_where_vllms_metrics_were_not_read_twice(before: str, after: str) -> None:
+def test_prompt_tokens_need_two_readings_of_vllms_metrics(before: str, after: str) -> None:
     first, last = scrape(BEFORE), scrape(AFTER)
     pair = Scrape(0, first.values, parse_vllm(before)), Scrape(0, last.values, parse_vllm(after))
     assert server_sums("here", [pair], 60).prompt_tokens is None
@@ -159,7 +159,7 @@ def test_what_was_loaded_is_split_up_without_a_rest(loaded: list[int], external:
     assert all(n > 0 for n in found.loaded.values())
 
 
-def test_kvobs_numbers_are_read_as_they_were_counted_and_percentiles_within_a_tenth() -> None:
+def test_numbers_are_exact_and_percentiles_within_a_tenth() -> None:
     """Against an independent count of the same durations."""
     engines = Engines("cpu", "disk", engines=2)
     engines.send(busy, opened=[*RANKS, *ERRORS])
@@ -182,7 +182,7 @@ def test_kvobs_numbers_are_read_as_they_were_counted_and_percentiles_within_a_te
     assert cpu.bytes_per_s == pytest.approx(2e9 / (2 * sum(durations) / 1e9))
 
 
-def test_every_field_has_one_measure_and_what_nobody_has_is_left_out() -> None:
+def test_each_field_has_one_measure_and_empty_ones_are_left_out() -> None:
     assert [measure.field for measure in MEASURES] == sorted(
         asdict(sums()).keys() - {"connector", "missed_tokens"}, key=[measure.field for measure in MEASURES].index
     )

@@ -60,7 +60,7 @@ def test_signals_are_the_commands_to_answer(number: signal.Signals, status: int,
     assert signal.getsignal(number) is before
 
 
-def test_a_signal_that_comes_before_the_command_is_there_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_signal_reaches_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     popen = subprocess.Popen
 
     def late(command: list[str]) -> "subprocess.Popen[bytes]":

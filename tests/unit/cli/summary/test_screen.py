@@ -123,7 +123,7 @@ def test_differences_have_their_size() -> None:
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=4).filter(any))
-def test_shares_of_tokens_add_up_to_100_and_are_within_one_percent(counts: list[int]) -> None:
+def test_shares_of_tokens_sum_to_100_and_are_within_one_percent(counts: list[int]) -> None:
     computed, *loaded = counts
     line = source_line(PromptTokens(computed, 0, {f"c{i}": n for i, n in enumerate(loaded)}))
     found = [int(share) for share in re.findall(r"(\d+) %", line)]
@@ -144,7 +144,7 @@ def printed_grid(grid: Grid) -> str:
     return capture.get().strip()
 
 
-def test_what_was_not_offered_is_a_line_with_its_reasons_the_largest_first() -> None:
+def test_what_was_not_offered_has_its_reasons_the_largest_first() -> None:
     missed = replace(CPU, missed_tokens={"never_seen": 100, "evicted": 300})
     server = ServerSums("here", connectors=(missed, replace(DISK)))
     says = "cpu was asked for 400 tokens that it did not offer: 75 % evicted, 25 % in new prompts."

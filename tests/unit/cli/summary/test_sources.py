@@ -42,7 +42,7 @@ def words_of(*writers: PageWriter) -> list[bytes]:
     return [bytes(writer.words) for writer in writers]
 
 
-def test_what_was_counted_between_two_looks_is_the_runs_and_the_pages_are_left_as_they_are() -> None:
+def test_counts_between_two_looks_are_the_runs_and_pages_stay() -> None:
     pages = Pages(None, 0, port=1)
     pages.add(HIT, 3)
     host = Host()
@@ -95,7 +95,7 @@ def test_vllms_own_metrics_are_read_at_its_port() -> None:
     assert pages.writers
 
 
-def test_addresses_are_read_and_one_that_gives_no_answer_is_named() -> None:
+def test_addresses_are_read_and_a_silent_one_is_named() -> None:
     text = 'kvobs_loads_total{connector="cpu",engine="0",outcome="ok"} 3\nkvobs_engine_up{engine="0"} 0\n'
     with answering(200, text) as url, answering(200, TOKENS.format("local_cache_hit", 7)) as of_vllm:
         addresses = Addresses([(url, of_vllm)])
@@ -183,7 +183,7 @@ def summary_of(before: list[Any], after: list[Any], *instances: str) -> tuple[An
     return servers, warnings, answer.queries
 
 
-def test_a_prometheus_sums_up_a_models_servers_each_since_its_own_start() -> None:
+def test_prometheus_sums_a_models_servers_since_their_own_starts() -> None:
     """One was there, one was started again, one began, and one had ended by the end: its last sample counts."""
     before = [*engine("a:1", 5), *engine("b:1", 100), *engine("d:1", 7), prompt("a:2", 10)]
     after = [*engine("a:1", 9), *engine("b:1", 200, START + 130), *engine("c:1", 3, START + 120), *engine("d:1", 8),

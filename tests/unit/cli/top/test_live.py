@@ -125,7 +125,7 @@ def test_senseless_arguments_are_refused(arguments: list[str], says: str) -> Non
 # Without an address: the engines on this host
 
 
-def test_without_an_address_and_an_engine_it_says_where_it_looked(folder: Path) -> None:
+def test_without_address_and_engine_it_names_where_it_looked(folder: Path) -> None:
     result = top("--once", *QUICK)
     assert result.exit_code == 1
     text = " ".join(result.output.split())
@@ -150,7 +150,7 @@ def test_without_an_address_it_shows_the_engines_of_this_host(engines: Engines, 
     del other
 
 
-def test_an_engine_of_this_host_that_ends_is_an_error_and_the_others_go_on() -> None:
+def test_an_engine_that_ends_is_an_error_and_the_others_continue() -> None:
     with watched.process("ends", None, "hangs") as ends:
         pages = Pages(None, model="stays")
         watches = [Watch(name, read, 1) for name, read in running().items()]

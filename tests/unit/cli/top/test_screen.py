@@ -48,7 +48,7 @@ def test_all_lines_fit_and_no_connector_is_lost(servers: list[Server], by: str |
 
 
 @given(SERVERS, st.sampled_from(SORTS[1:]))
-def test_sorting_loses_nobody_and_puts_last_what_there_is_nothing_of(servers: list[Server], by: str) -> None:
+def test_sorting_keeps_every_row_and_puts_missing_values_last(servers: list[Server], by: str) -> None:
     as_configured = sort_rows(servers, None)
     assert as_configured == [(i, row) for i, server in enumerate(servers, 1) for row in server.connectors]
     rows = sort_rows(servers, by)
@@ -66,14 +66,14 @@ def test_without_an_earlier_scrape_totals_are_no_rates() -> None:
     assert lines[9].split()[:9] == ["cpu", "40", "%", "224", "67", "ms", "521", "ms", "2.0"]
 
 
-def test_in_68_columns_numbers_are_whole_and_in_200_near_to_names() -> None:
+def test_numbers_are_whole_in_68_columns_and_near_names_in_200() -> None:
     narrow, usual, wide = (next(line for line in shown([SERVER], width) if "cpu " in line) for width in (68, 80, 200))
     assert narrow.split() == usual.split() == wide.split()
     assert (len(narrow), len(usual), len(wide)) == (68, 80, 90)
 
 
 @pytest.mark.parametrize("width", [52, 67])
-def test_in_narrower_windows_names_are_whole_and_each_number_is_somewhere(width: int) -> None:
+def test_narrower_windows_have_whole_names_and_every_number(width: int) -> None:
     lines = " ".join(" ".join(shown([replace(SERVER, connectors=(CPU,))], width)).split())
     usual = " ".join(" ".join(shown([replace(SERVER, connectors=(CPU,))], 80)).split())
     assert "…" not in lines
@@ -136,7 +136,7 @@ def test_reuse_is_below_a_single_server() -> None:
         (replace(CPU, state="Slow"), "  Slow, load mean 91 ms, "),
     ],
 )
-def test_a_bad_state_is_shown_in_red_with_its_age_where_something_hangs(row: ConnectorRow, says: str) -> None:
+def test_a_bad_state_is_red_with_its_age_where_something_hangs(row: ConnectorRow, says: str) -> None:
     server = [replace(SERVER, connectors=(row,))]
     assert shown(server, 80)[10].startswith(says)
     red = "".join(segment.text for segment in segments(server, 80) if segment.style and segment.style.color)
@@ -153,7 +153,7 @@ def test_each_of_several_servers_has_a_number() -> None:
     ]  # fmt: skip
 
 
-def test_sorted_by_a_column_the_title_names_it_and_the_column_stands_out() -> None:
+def test_the_column_sorted_by_is_in_the_title_and_stands_out() -> None:
     lines = shown([SERVER], 80, by="errors_per_s")
     assert "by errors /s, largest first" in lines[0]
     assert [line.split()[0] for line in lines[9:] if line[0] != " "] == ["remote", "cpu", "disk"]
@@ -163,7 +163,7 @@ def test_sorted_by_a_column_the_title_names_it_and_the_column_stands_out() -> No
     assert "".join(reverse).split() == ["errors", "/s"]
 
 
-def test_many_servers_leave_room_for_connectors_and_those_that_are_down_come_first() -> None:
+def test_many_servers_leave_room_and_the_ones_down_come_first() -> None:
     lines = shown([*[SERVER] * 30, Server("down:8000", error="no answer")], 80, 24)
     assert len(lines) <= 24
     assert lines[4] == "31 down:8000"

@@ -84,7 +84,7 @@ def test_what_is_asked_for_is_chosen() -> None:
     assert chosen(both, None, None, failed.start_ns / 1e9, newest=False) == [failed]
 
 
-def test_the_day_is_shown_of_what_is_long_ago_and_a_failure_is_red() -> None:
+def test_the_day_of_old_spans_is_shown_and_a_failure_is_red() -> None:
     (slow,) = load_traces(Found("e", None, record) for record in SLOW)
     soon = heading(slow, "e", BEGIN_NS / 1e9 + 5).plain
     assert re.fullmatch(r"872\.58 ms  load of remote, ok  \d\d:\d\d:00\.014\nrequest \S+\nengine e", soon)
@@ -132,7 +132,7 @@ def test_as_json_all_are_printed(pages: Pages) -> None:
     assert [part["part"] for part in load["parts"]][-1] == "resume"
 
 
-def test_a_chrome_trace_has_them_on_the_tracks_of_their_processes(pages: Pages, tmp_path: Path) -> None:
+def test_a_chrome_trace_has_them_on_their_processes_tracks(pages: Pages, tmp_path: Path) -> None:
     code, output = run("--chrome", tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert (code, f"{len(events)} events; open it at" in output.replace("\n", "")) == (0, True)

@@ -117,7 +117,7 @@ def test_an_engine_that_only_decodes_knows_no_prefill() -> None:
     assert estimate.saved(1000, 0, 1) is None
 
 
-def test_nothing_is_predicted_that_is_far_larger_than_what_was_seen() -> None:
+def test_nothing_far_larger_than_what_was_seen_is_predicted() -> None:
     estimate = ComputeCost(BUDGET)
     for n in range(100):
         tokens = 10 + n % 50
@@ -138,7 +138,7 @@ def test_saved_time_is_the_difference_of_two_prefills() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.04])
 @pytest.mark.parametrize("decodes", [0, 1, 16])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_load_saves_nothing_where_its_step_takes_as_long_without(noise: float, decodes: int, seed: int) -> None:
+def test_a_load_saves_nothing_if_its_step_takes_as_long_without(noise: float, decodes: int, seed: int) -> None:
     """Below the roofline's knee. Larger loads save what computing their part above it would take."""
     rig = Rig(KNEE, seed, decodes, noise)
     rig.step(600)
@@ -149,7 +149,7 @@ def test_a_load_saves_nothing_where_its_step_takes_as_long_without(noise: float,
         assert rig.estimate.saved(tokens, 0, rest) == pytest.approx(real, rel=0.15 if noise else 0.05), tokens
 
 
-def test_nothing_is_predicted_of_a_smaller_step_than_any_if_there_was_no_decode_either() -> None:
+def test_without_decodes_no_step_smaller_than_any_is_predicted() -> None:
     """It may take as long as those, or nearly nothing; one step says it, and so do decodes."""
     estimate, decoding = ComputeCost(BUDGET), ComputeCost(BUDGET)
     for n in range(100):

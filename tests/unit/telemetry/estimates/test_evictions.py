@@ -61,7 +61,7 @@ def test_a_sample_has_the_key_that_vllm_publishes(as_int: bool, monkeypatch: pyt
     assert [key_of(maybe_convert_block_hash(BlockHash(block_hash))) for block_hash in hashes] == list(keys)
 
 
-def test_an_evicted_block_counts_as_reused_when_a_prompt_asks_for_it_once() -> None:
+def test_an_evicted_block_that_a_prompt_asks_for_is_reused_once() -> None:
     followed, hashes = Followed(), text("a", 8)
     followed.prompt(hashes)
     followed.evictions.evicted(0, "cpu", [key_of(block_hash) for block_hash in hashes[4:]])
@@ -73,7 +73,7 @@ def test_an_evicted_block_counts_as_reused_when_a_prompt_asks_for_it_once() -> N
         assert followed.counted == (4, 2)
 
 
-def test_what_vllm_has_is_not_missed_and_what_was_stored_again_is_not_gone() -> None:
+def test_what_vllm_has_is_not_missed_nor_what_is_stored_again() -> None:
     followed, hashes = Followed(), text("a", 8)
     followed.prompt(hashes)
     followed.evictions.evicted(0, "cpu", hashes)

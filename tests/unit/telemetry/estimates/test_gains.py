@@ -61,7 +61,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return engine
 
 
-def test_an_async_load_is_weighed_when_its_request_is_scheduled_again(engine: Engine) -> None:
+def test_an_async_load_is_weighed_when_its_request_resumes(engine: Engine) -> None:
     load = engine.load()
     engine.now_ns += 30 * MS
     engine.gains.load_ended("r", load)
@@ -201,7 +201,7 @@ def test_prefills_chunks_and_decodes(monkeypatch: pytest.MonkeyPatch, a: Script,
     assert {found for found, truth in planned.steps if not any(truth)} <= {None}
 
 
-def test_nothing_is_learned_from_what_a_preemption_computes_again(monkeypatch: pytest.MonkeyPatch, a: Script) -> None:
+def test_nothing_is_learned_from_a_preemptions_recomputation(monkeypatch: pytest.MonkeyPatch, a: Script) -> None:
     rig = Rig("kvobs", a, blocks=16)
     planned = Planned(rig, monkeypatch)
     for request_id in ("r", "q"):

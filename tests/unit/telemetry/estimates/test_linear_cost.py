@@ -110,7 +110,7 @@ def test_a_first_few_tokens_may_cost_nothing() -> None:
     assert linear.expect(1500, 1_125_000) == pytest.approx(1400 * 40e-6, rel=0.1)
 
 
-def test_the_cost_is_never_less_than_the_least_that_was_seen_of_as_many_tokens_or_fewer() -> None:
+def test_the_cost_is_at_least_the_lowest_for_as_many_tokens() -> None:
     linear = LinearCost(PENALTIES, has_floor=True)
     assert not linear.knows(1000)
     for step in steps(300, 8, most=1000):

@@ -56,7 +56,7 @@ def test_what_follows_the_common_prefix_was_not_stored_by_anyone() -> None:
     assert asked.missed() == {"beyond_prefix": 3 * BLOCK, "no_full_block": 1}
 
 
-def test_what_was_seen_and_is_offered_by_nobody_was_not_stored_or_was_evicted() -> None:
+def test_what_was_seen_and_not_offered_is_evicted_or_not_stored() -> None:
     asked = Asked()
     asked.prompt(8 * BLOCK + 1)
     asked.prompt(8 * BLOCK + 1, 0, local=2 * BLOCK)
@@ -74,7 +74,7 @@ def test_what_another_connector_offers_is_elsewhere() -> None:
     assert asked.missed(1) == {"not_stored": 4 * BLOCK, "no_full_block": 1}
 
 
-def test_the_end_of_a_prefix_that_fills_no_chunk_is_shorter_than_one() -> None:
+def test_a_prefix_end_that_fills_no_chunk_is_shorter_than_one() -> None:
     asked = Asked()
     asked.prompt(7 * BLOCK + 1)
     asked.prompt(7 * BLOCK + 1, 0, CHUNK)

@@ -56,7 +56,7 @@ def serve(rig: Rig, request: str, tokens: int | list[int], max_tokens: int = 1) 
     return list(live.all_token_ids)
 
 
-def test_a_prompt_is_counted_whole_and_its_last_token_is_never_served(rig: Rig, counted: Counted) -> None:
+def test_a_prompt_counts_whole_but_its_last_token_is_not_served(rig: Rig, counted: Counted) -> None:
     lengths = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 5]
     for total, tokens in zip(accumulate(lengths), lengths, strict=True):
         serve(rig, f"r{tokens}", [tokens] * tokens)
@@ -73,7 +73,7 @@ def test_the_next_turn_of_a_chat_knows_the_answer_before(rig: Rig, counted: Coun
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_a_prompt_counts_once_however_often_it_is_looked_up_and_allocated(
+def test_a_prompt_counts_once_however_often_it_is_looked_up(
     is_async: bool, rig: Rig, counted: Counted, a: Script
 ) -> None:
     a.offers["r"] = [(None, False), (2 * BLOCK, is_async)]
@@ -106,7 +106,7 @@ def test_a_prompt_that_reads_no_cache_counts_as_used_only(rig: Rig, counted: Cou
     assert counted() == (3 * BLOCK, 0, BLOCK)
 
 
-def test_an_aborted_request_that_was_never_allocated_is_not_counted(rig: Rig, counted: Counted, a: Script) -> None:
+def test_an_aborted_and_never_allocated_request_is_not_counted(rig: Rig, counted: Counted, a: Script) -> None:
     a.offers["r"] = (None, False)
     rig.add("r")
     rig.run(2)
@@ -130,7 +130,7 @@ class Noting(TelemetryObserver):
         self.heard.append((request_id, tokens))
 
 
-def test_the_tokens_of_a_prompt_that_were_used_before_are_announced_once() -> None:
+def test_a_prompts_reused_tokens_are_announced_once() -> None:
     listener, hashes = Noting(), [b"first hash", b"second hash"]
     reuse = PromptReuse(Recorder(0), listener, 8, 0)
     for request, tokens in (("r", 17), ("s", 17), ("t", 16)):
@@ -140,7 +140,7 @@ def test_the_tokens_of_a_prompt_that_were_used_before_are_announced_once() -> No
     assert listener.heard == [("r", 0), ("s", 16), ("t", 8)]
 
 
-def test_sizes_are_the_stated_ones_or_follow_from_the_groups_which_share_the_blocks() -> None:
+def test_sizes_are_stated_or_follow_from_groups_sharing_blocks() -> None:
     layout = CacheLayout((48, 32))
     assert hash_block_size(SimpleNamespace(hash_block_size=8), layout) == 8
     assert hash_block_size(SimpleNamespace(hash_block_size=None), layout) == 16

@@ -134,7 +134,7 @@ def test_short_prompts_are_counted_exactly(texts: list[tuple[int, int, int, int]
     assert hits == [served(prompts, size) for size in sizes]
 
 
-def test_an_answer_is_used_at_its_end_and_a_prompt_says_how_much_of_it_was_used_before() -> None:
+def test_answers_are_used_at_their_end_and_prompts_state_reuse() -> None:
     distances = ReuseDistances(SIZES)
     first, second = prompt(("question", 10), ("answer", 5)), prompt(("question", 10), ("answer", 5), ("more", 3))
     assert distances.observe([], 0)[:2] == ([0] * 17, 0)
@@ -143,7 +143,7 @@ def test_an_answer_is_used_at_its_end_and_a_prompt_says_how_much_of_it_was_used_
     assert distances.observe(second, 18)[:2] == ([15] + [0] * 15 + [3], 15)
 
 
-def test_two_thirds_of_the_samples_go_when_there_is_no_room_for_more() -> None:
+def test_two_thirds_of_the_samples_go_when_there_is_no_room() -> None:
     distances = ReuseDistances(SIZES)
     for i in range(SAMPLES_AT_MOST // 16):
         distances.observe(prompt((i, 16)), 16)

@@ -27,7 +27,7 @@ def collector(*connectors: Reporting) -> Collector:
     return collects
 
 
-def test_stats_are_handed_on_with_the_classes_of_all_connectors_in_steps_that_have_some() -> None:
+def test_stats_are_passed_with_classes_in_steps_that_have_some() -> None:
     first, second = KVConnectorStats(data={"n": 1}), KVConnectorStats(data={"n": 2})
     collects = collector(Reporting(None, first, first, None), Reporting(None, None, second, None))
     assert collects.collect() is None
@@ -55,7 +55,7 @@ def test_a_connector_without_stats_is_not_asked() -> None:
     assert collects.collect() is None
 
 
-def test_an_error_of_a_connector_reaches_vllm_as_from_its_own_router() -> None:
+def test_a_connectors_error_reaches_vllm_as_from_its_router() -> None:
     """Its hook is the connector's own call: what contains it for an isolated one is not here."""
     collects = collector(Reporting())
     with pytest.raises(IndexError):

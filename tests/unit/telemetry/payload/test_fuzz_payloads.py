@@ -125,7 +125,7 @@ def test_broken_stats_cost_no_other_anything(lasting: Lasting, wrong: list[tuple
 
 
 @given(json_values)
-def test_anything_may_stand_for_the_classes_and_no_stats_are_lost(sent: Any) -> None:
+def test_no_stats_are_lost_whatever_stands_for_the_classes(sent: Any) -> None:
     classes = Classes.read(sent)
     assert all(type(name) is type(path) is str for name, path in classes.data.items())
     assert rebuild({"other": {"n": 1}, "kvobs": sent})["other"].data == {"n": 1}
@@ -175,7 +175,7 @@ OTHERS: dict[str, Any] = {
 
 @pytest.mark.usefixtures("in_production")
 @pytest.mark.parametrize("how", OTHERS)
-def test_stats_whose_classes_are_others_are_counted_by_their_name(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_stats_of_other_classes_are_counted_by_their_name(how: str, caplog: pytest.LogCaptureFixture) -> None:
     server = ApiServer()
     for _ in range(2):
         server.receive({"one": {"n": 1}, "two": {"n": 2}, "three": {"n": 3}, "kvobs": OTHERS[how]})
@@ -198,7 +198,7 @@ def test_names_that_nobody_configured_are_kept_nowhere() -> None:
 
 
 @pytest.mark.usefixtures("in_production")
-def test_entries_without_numbers_do_not_pile_up_in_a_log_that_has_nothing_to_say() -> None:
+def test_entries_without_numbers_do_not_pile_up_in_an_idle_log() -> None:
     server = ApiServer()
     for i in range(3 * stats._ENTRIES_AT_MOST):
         server.receive({f"n{i}": {}})

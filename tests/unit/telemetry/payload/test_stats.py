@@ -57,7 +57,7 @@ def payload(**connectors: KVConnectorStats) -> MultiKVConnectorStats:
 
 
 @pytest.mark.parametrize("cls", [Connector, Outer.Inner])
-def test_a_connector_of_an_unregistered_class_is_rebuilt_as_what_it_was(cls: type) -> None:
+def test_an_unregistered_class_is_rebuilt_as_what_it_was(cls: type) -> None:
     """From the worker by way of the scheduler to the API server."""
     ours = Classes.of({"a": class_path(cls)})
     sent = pickle.loads(pickle.dumps(MultiKVConnectorStats(data={"kvobs": ours, "a": Stats(data={"n": 2})})))
@@ -79,13 +79,13 @@ def test_mixtures_are_rebuilt() -> None:
 
 
 @pytest.mark.parametrize("path", ["nowhere:Class", f"{__name__}:Nothing", f"{__name__}:BrokenConnector", ":", ""])
-def test_a_connector_that_can_not_be_rebuilt_keeps_its_raw_numbers(path: str) -> None:
+def test_a_connector_without_rebuilding_keeps_its_raw_numbers(path: str) -> None:
     stats = rebuild({"a": {"n": 2}, "kvobs": {"a": path}})
     assert isinstance(stats["a"], RawStats)
     assert stats["a"].data == {"n": 2}
 
 
-def test_raw_numbers_are_summed_at_any_depth_and_share_nothing_with_what_was_added() -> None:
+def test_raw_numbers_are_summed_at_any_depth_and_not_shared() -> None:
     mine, theirs = RawStats(data={}), RawStats(data={"n": 1, "deep": {"of": {"n": 1}}, "list": [1], "is": True})
     for _ in range(2):
         mine.aggregate(theirs)
@@ -126,7 +126,7 @@ def test_classes_that_can_not_be_merged_are_no_connectors_fault(caplog: pytest.L
     assert faults.take() == {"merge": 1}
 
 
-def test_the_classes_of_all_ranks_are_those_of_the_first_that_has_some() -> None:
+def test_classes_of_all_ranks_are_from_the_first_with_some() -> None:
     none, mine, theirs = Classes.of({}), {"a": "m:A"}, {"a": "m:A", "b": "m:B"}
     merged = none.aggregate(Classes.of(mine)).aggregate(Classes.of(theirs))
     assert merged is none
@@ -180,7 +180,7 @@ def test_the_log_has_each_connectors_own_summary() -> None:
 
 
 @pytest.mark.parametrize("cls", [stock.MultiKVConnectorStats, MultiKVConnectorStats], ids=["stock", "kvobs"])
-def test_the_log_line_has_a_dict_of_plain_numbers_for_each_connector(cls: Any) -> None:
+def test_the_log_line_has_a_dict_of_numbers_per_connector(cls: Any) -> None:
     """As readers of stock's line expect it: their pattern is name={metric: number}."""
     stats = cls(data={"a": Stats(data={"n": 1}), "b": Stats(data={"n": 2})})
     if cls is MultiKVConnectorStats:
@@ -200,14 +200,14 @@ class Unreadable(Stats):
         raise RuntimeError("no")
 
 
-def test_stats_that_can_not_say_whether_they_are_empty_are_not_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
+def test_stats_that_cannot_answer_whether_they_are_empty_stay(caplog: pytest.LogCaptureFixture) -> None:
     """vLLM drops empty ones."""
     assert MultiKVConnectorStats(data={"one": Stats(data={})}).is_empty()
     assert not MultiKVConnectorStats(data={"one": Stats(data={}), "two": Unreadable(data={})}).is_empty()
     assert "the stats of connector 'two' can't be read" in caplog.text
 
 
-def test_for_vllms_rust_front_end_stats_have_the_keys_of_vllms_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_for_vllms_rust_front_end_have_vllms_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "_is_for_rust", lambda: True)
     classes = {"one": "m:Connector", "two": "m:Connector", "three": "m:Outer.OtherConnector"}
     data: dict[str, KVConnectorStats] = {"kvobs": Classes.of(classes)}
@@ -226,7 +226,7 @@ class NotCopied(Stats):
 
 
 @pytest.mark.usefixtures("in_production")
-def test_stats_that_vllms_rust_front_end_cannot_get_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_unfit_for_the_rust_front_end_cost_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "_is_for_rust", lambda: True)
     data: dict[str, KVConnectorStats] = {"one": NotCopied(data={"n": 1}), "two": Stats(data={"n": 2})}
     assert MultiKVConnectorStats(data=data).to_dict() == {"two": {"n": 2}}

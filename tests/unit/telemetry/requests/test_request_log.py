@@ -63,7 +63,7 @@ class Stuck(Stderr):
         self.is_settled.wait(30)
 
 
-def test_lines_are_appended_in_their_order_and_the_last_ones_at_the_end(start: Start, tmp_path: Path) -> None:
+def test_lines_are_appended_in_order_with_the_last_at_the_end(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text('{"n": -1}\n')
     log = start(path)
@@ -229,7 +229,7 @@ def test_lines_on_stderr_have_nothing_before_them() -> None:
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_an_output_that_is_full_holds_up_neither_the_engine_nor_its_end(is_named: bool, tmp_path: Path) -> None:
+def test_a_full_output_delays_neither_the_engine_nor_its_end(is_named: bool, tmp_path: Path) -> None:
     """Stderr, or a pipe with a name, that nobody reads any more."""
     path = tmp_path / "pipe"
     os.mkfifo(path)

@@ -129,7 +129,7 @@ def test_whatever_is_sent_asks_or_does_not(params: Any) -> None:
     assert asks(params) is (isinstance(own, dict) and own.get("report") is True)
 
 
-def test_a_decode_engine_reports_too_where_the_prefill_engines_report_comes_with_its_params(
+def test_a_decode_engine_reports_if_its_params_bring_a_report(
     make: Make, a: Script, b: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the trace context, which it reads as without the report."""
@@ -184,7 +184,7 @@ def test_report_of_an_async_load(make: Make, a: Script, b: Script) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_sync_load_in_the_last_step_is_open_in_responses_and_ended_in_logs(lag: int, make: Make, a: Script) -> None:
+def test_a_last_steps_sync_load_is_open_in_answers_ended_in_logs(lag: int, make: Make, a: Script) -> None:
     """As on a prefill engine: vLLM ends the request before it passes on the workers' reports of that step."""
     a.offers["r"] = SYNC
     engine = make(request_report=True, log=True, lag=lag, ranks=2)
@@ -200,9 +200,7 @@ def test_a_sync_load_in_the_last_step_is_open_in_responses_and_ended_in_logs(lag
 
 
 @pytest.mark.parametrize(("reason", "policy"), [("error", "fail"), ("abort", "recompute")])
-def test_report_of_a_load_that_fails_or_is_aborted_with_its_request(
-    reason: str, policy: str, make: Make, a: Script
-) -> None:
+def test_a_load_that_fails_or_is_aborted_is_reported(reason: str, policy: str, make: Make, a: Script) -> None:
     a.offers["r"] = KV
     engine = make(request_report=True, log=True, policy=policy)
     engine.rig.add("r", kvobs=ASK)
@@ -234,7 +232,7 @@ def test_the_log_has_a_line_for_each_finished_request(make: Make, a: Script) -> 
 # --- bounds and faults
 
 
-def test_requests_whose_last_load_never_ends_are_logged_as_they_are(a: Script) -> None:
+def test_requests_whose_last_load_never_ends_are_logged_as_is(a: Script) -> None:
     """The ranks always report a sync load; here one never does."""
     lines: list[Any] = []
     reports = Reports(NAMES, False, lines.append)

@@ -65,7 +65,7 @@ def test_a_span_says_which_call_it_was_and_when() -> None:
     assert Calls(traces_all=True).one(is_many=True).observed_ns == 0, "many calls are what no histogram saw"
 
 
-def test_when_spans_come_too_fast_only_slow_and_failed_calls_are_written_and_others_counted() -> None:
+def test_spans_above_the_rate_are_written_if_slow_or_failed() -> None:
     calls = Calls(traces_all=True)
     calls.journal._clock = lambda: calls.journal._since  # all in one moment
     for _ in range(PER_SECOND - RESERVED):
@@ -76,7 +76,7 @@ def test_when_spans_come_too_fast_only_slow_and_failed_calls_are_written_and_oth
     assert calls.dropped() == 1
 
 
-def test_calls_of_a_step_share_its_trace_and_those_of_none_have_one_each() -> None:
+def test_calls_share_their_steps_trace_or_have_one_each() -> None:
     calls = Calls(traces_all=True)
     alone = [calls.one().trace_id for _ in range(3)]
     trace: Any = calls.spans.begin_step()
@@ -96,7 +96,7 @@ def test_a_step_has_one_verdict_in_every_process(roots: bool) -> None:
 
 
 @pytest.mark.parametrize("hook", [hook.name for hook in HOOKS.values() if hook.cadence is not Cadence.REQUEST])
-def test_span_of_a_loading_call_is_below_the_load_others_in_the_step(hook: str) -> None:
+def test_a_loading_calls_span_is_below_its_load_or_in_the_step(hook: str) -> None:
     step, load = context(), context()
     calls = Calls(traces_all=True)
     calls.spans.join_step(step, {1: [load]})
@@ -109,7 +109,7 @@ def test_span_of_a_loading_call_is_below_the_load_others_in_the_step(hook: str) 
 
 
 @pytest.mark.parametrize("loads", [1, 2, LINKS_AT_MOST + 1, LINKS_AT_MOST + 5])
-def test_a_call_for_several_loads_is_below_the_first_and_links_to_others(loads: int) -> None:
+def test_a_call_for_several_loads_is_below_one_and_links_others(loads: int) -> None:
     contexts = [context() for _ in range(loads)]
     calls = Calls()
     calls.spans.join_step(None, {0: contexts})
@@ -127,7 +127,7 @@ def test_an_ordinary_call_that_loads_is_seen_with_the_load(is_sampled: bool) -> 
 
 
 @pytest.mark.parametrize("hook", [hook.name for hook in HOOKS.values() if hook.cadence is Cadence.REQUEST])
-def test_a_schedulers_call_about_a_request_is_where_the_request_says(hook: str) -> None:
+def test_a_schedulers_call_is_where_its_request_says(hook: str) -> None:
     asked: list[CallEvent] = []
 
     def place(noticed: CallEvent) -> Parent:

@@ -73,7 +73,7 @@ READ, DROP = "read", "drop"
 
 
 @given(st.lists(st.sampled_from([READ, DROP]) | seconds | st.tuples(sizes, st.booleans()), max_size=40))
-def test_slow_and_failed_spans_come_first_and_each_loss_is_counted(
+def test_slow_and_failed_spans_come_first_and_losses_are_counted(
     events: Sequence[str | float | tuple[int, bool]],
 ) -> None:
     made, model = Written(), Model()
@@ -97,7 +97,7 @@ def test_slow_and_failed_spans_come_first_and_each_loss_is_counted(
     assert spans(made.page) == []
 
 
-def test_so_many_spans_a_second_are_written_for_as_long_as_it_takes() -> None:
+def test_so_many_spans_a_second_are_written_for_however_long() -> None:
     made, seconds = Written(), 20
     for _ in range(seconds * 8 * PER_SECOND):
         made.now += 1 / (8 * PER_SECOND)
@@ -123,7 +123,7 @@ def test_only_slow_and_failed_spans_are_in_the_urgent_ring(reason: Reason) -> No
     assert [len(list(made.of(ring).read())) for ring in (URGENT, ORDINARY)] == [is_urgent, not is_urgent]
 
 
-def test_ordinary_spans_never_displace_slow_ones_however_many_are_written() -> None:
+def test_ordinary_spans_never_displace_slow_ones() -> None:
     made = Written()
     slow = group(2, is_urgent=True)
     made.journal.add(slow)
@@ -137,7 +137,7 @@ def test_ordinary_spans_never_displace_slow_ones_however_many_are_written() -> N
 
 
 @pytest.mark.parametrize("ranks", [1, journal.GROUP_AT_MOST - 1])
-def test_a_load_of_many_ranks_whose_id_a_client_made_long_is_written_whole(ranks: int) -> None:
+def test_a_load_of_many_ranks_with_a_long_id_is_written_whole(ranks: int) -> None:
     made, name = Written(), "x" * ID_AT_MOST
     labels = {"kv_transfer.request.id": name, "gen_ai.request.id": name}
     load = [record(reason=Reason.ERROR, attributes=labels, start_ns=i) for i in range(1 + ranks)]

@@ -199,7 +199,7 @@ times = st.integers(0, 2**60)
     st.dictionaries(st.integers(0, 9), st.tuples(st.just(0) | times, times, times), max_size=4),
     st.sampled_from([{}, {"failed_on": {0}}, {"aborted": True}]),
 )
-def test_whatever_clocks_say_no_span_ends_before_it_begins_and_a_ranks_span_has_its_own_times(
+def test_under_any_clock_no_span_ends_before_it_starts(
     is_async: bool, opened_ns: int, ranks: dict[int, tuple[int, int, int]], outcome: dict[str, Any]
 ) -> None:
     arrived = {rank: arrived for rank, (_, _, arrived) in ranks.items()}
@@ -238,6 +238,6 @@ def test_a_save_is_held_from_the_promise_to_its_release() -> None:
     assert Writer().saved(trace_of(is_sampled=False), save_of(), 10**12) == [], "with its trace only"
 
 
-def test_a_save_that_was_done_before_its_promise_has_no_length_and_no_ranks() -> None:
+def test_a_save_done_early_has_no_length_and_no_ranks() -> None:
     (head,) = Writer().saved(trace_of(), save_of(arrived={0: 50}, ranks={0: part(20, 50)}), 100)
     assert (head.start_ns, head.end_ns, head.observed_ns) == (100, 100, 0)

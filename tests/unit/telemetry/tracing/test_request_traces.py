@@ -57,7 +57,7 @@ OTHER = {"sampled": SAMPLED._replace(trace_id="9" * 32), "unsampled": UNSAMPLED.
 
 
 @pytest.mark.parametrize(("own", "handed_on", "roots"), list(product(SENT, SENT, [True, False])))
-def test_a_request_joins_the_clients_or_the_prefills_trace_or_begins_one(own: str, handed_on: str, roots: bool) -> None:
+def test_a_request_joins_a_clients_or_prefills_trace_if_any(own: str, handed_on: str, roots: bool) -> None:
     """Where a context is broken nobody knows what the caller wanted: no trace is begun in its stead."""
     mine, link = SENT[own], OTHER.get(handed_on, SENT[handed_on])
     scheduler = Scheduler(roots=roots)
@@ -178,7 +178,7 @@ def test_lookups_are_one_span_from_the_first_to_the_last() -> None:
     assert scheduler.written() == [], "a second allocation follows no lookup"
 
 
-def test_a_lookup_that_found_nothing_is_a_miss_and_one_that_led_nowhere_aborted() -> None:
+def test_a_lookup_without_hit_is_a_miss_and_an_unused_is_aborted() -> None:
     scheduler = Scheduler()
     for request_id in ("missed", "ignored", "aborted"):
         scheduler.traces.looked_up(request(request_id), 1, 2)
@@ -209,7 +209,7 @@ def test_unknown_request_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("how", [{"is_slow": True}, {"error": "OSError"}], ids=str)
-def test_whoever_sees_a_slow_or_failed_lookup_call_sees_the_lookup_it_is_below(how: dict[str, Any]) -> None:
+def test_a_slow_or_failed_lookup_call_is_seen_with_its_lookup(how: dict[str, Any]) -> None:
     scheduler, mine = Scheduler(roots=False), request()
     scheduler.note(LOOKUP, mine, **how)
     scheduler.traces.looked_up(mine, 1, 2)
@@ -223,7 +223,7 @@ def test_whoever_sees_a_slow_or_failed_lookup_call_sees_the_lookup_it_is_below(h
 
 
 @pytest.mark.parametrize("parent", [SAMPLED, None])
-def test_other_calls_are_the_lookups_siblings_or_below_it_where_it_is_the_root(parent: TraceContext | None) -> None:
+def test_other_calls_are_siblings_of_a_lookup_or_below_a_root(parent: TraceContext | None) -> None:
     scheduler = Scheduler(traces_all=True)
     mine = request("r-0123abcd", {"traceparent": parent.traceparent} if parent else None)
     scheduler.traces.looked_up(mine, 1, 2)
@@ -247,7 +247,7 @@ def test_a_loads_context_has_the_traces_flag() -> None:
         assert context == TraceContext(parent.trace_id, context.span_id, parent.is_sampled)
 
 
-def test_loads_and_saves_outlive_their_request_and_their_spans_are_the_ones_handed_on() -> None:
+def test_transfers_outlive_their_request_with_the_sent_spans() -> None:
     scheduler, mine = Scheduler(), request("r", {"traceparent": SAMPLED.traceparent})
     scheduler.traces.of(mine)
     load, save = Load(0, 16, True, 1, aborted=True), Save(True, promised_ns=3)
@@ -269,7 +269,7 @@ def test_loads_and_saves_outlive_their_request_and_their_spans_are_the_ones_hand
 
 
 @pytest.mark.parametrize("caller", [SAMPLED, UNSAMPLED], ids=["sampled", "unsampled"])
-def test_wrong_blocks_of_a_live_request_are_an_error_below_its_load(caller: TraceContext) -> None:
+def test_wrong_blocks_of_a_live_request_are_an_error_at_a_load(caller: TraceContext) -> None:
     scheduler, asked = Scheduler(), request("r", {"traceparent": caller.traceparent})
     scheduler.traces.of(asked)
     scheduler.traces.admitted("r", Load(1, 16, True, 1))
@@ -285,7 +285,7 @@ def test_wrong_blocks_of_a_live_request_are_an_error_below_its_load(caller: Trac
     assert [each.name for each in scheduler.written() if each.name == "kv.load.wrong"] == []
 
 
-def test_a_load_is_written_when_it_is_weighed_or_its_request_ends() -> None:
+def test_a_load_is_written_when_weighed_or_when_its_request_ends() -> None:
     """With what it gained, once; of a request that ends before it resumes that is not known."""
     scheduler, load = Scheduler(), Load(0, 16, True, 1)
     for request_id in ("resumed", "ended"):
@@ -304,7 +304,7 @@ def test_a_load_is_written_when_it_is_weighed_or_its_request_ends() -> None:
     assert len(scheduler.traces) == 0
 
 
-def test_a_save_done_before_its_promise_is_written_at_once_and_of_an_abandoned_one_nothing() -> None:
+def test_an_early_save_is_written_at_once_and_no_abandoned_one() -> None:
     scheduler, abandoned = Scheduler(), Save(True, is_abandoned=True)
     scheduler.traces.of(request())
     scheduler.traces.promised("r", {}, {1: Save(True, True, promised_ns=3)})
@@ -317,7 +317,7 @@ def test_a_save_done_before_its_promise_is_written_at_once_and_of_an_abandoned_o
     assert len(scheduler.traces) == 0
 
 
-def test_a_decode_engine_links_to_the_save_it_waits_for_else_to_what_is_above() -> None:
+def test_a_decode_engine_links_to_its_save_or_to_what_is_above() -> None:
     def handed(traces: Traces) -> TraceContext | None:
         return trace_context.of_params(traces.into_params("r", {"remote_host": "h"}))
 

@@ -54,7 +54,7 @@ PARTS = (
 )
 
 
-def test_every_combination_of_good_and_bad_parts_is_read_as_the_grammar_says() -> None:
+def test_good_and_bad_parts_are_read_as_the_grammar_demands() -> None:
     values = [f"{'-'.join(parts)}{rest}" for *parts, rest in product(*PARTS)]
     read = {value: parse(value) for value in values}
     assert [v for v in values if (read[v] is not None) is not is_traceparent(v)] == []
@@ -144,7 +144,7 @@ def test_a_context_is_handed_on_beside_what_is_there() -> None:
     assert of_params({"kvobs": {"report": True}}) is None, "a client's question for a report is no malformed context"
 
 
-def test_ids_do_not_follow_from_the_seed_that_vllm_sets_in_every_worker() -> None:
+def test_ids_do_not_follow_from_the_seed_that_vllm_sets() -> None:
     made = []
     for _ in range(2):
         random.seed(0)

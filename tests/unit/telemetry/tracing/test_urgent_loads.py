@@ -59,7 +59,7 @@ def test_a_load_is_written_once_if_it_was_slow_or_has_failed(slow: bool, failed:
         assert said(record).get("saved") == (None if aborted else 0.002)
 
 
-def test_a_slow_load_whose_request_ends_before_it_is_resumed_is_written_at_that_end() -> None:
+def test_a_slow_load_whose_request_ends_first_is_written_then() -> None:
     loads = Loads()
     loads.observer.load_ended(REQUEST, load(2000))
     loads.observer.load_ended("quick", load(1))
@@ -84,7 +84,7 @@ def test_its_ranks_are_below_it_in_a_trace_of_its_own() -> None:
     assert head.trace_id != other.trace_id
 
 
-def test_it_has_the_offers_and_how_long_ago_its_request_had_arrived() -> None:
+def test_it_has_the_offers_and_the_age_of_its_request() -> None:
     """Of the lookup before it; vLLM allocates a second time after the load, without one."""
     loads = Loads()
     asked = request(REQUEST)
@@ -162,7 +162,7 @@ def live(engine: Observed, a: Script, b: Script) -> None:
 
 
 @pytest.mark.parametrize("level", [None, "off", "calls"])
-def test_without_tracing_only_slow_and_failed_loads_and_calls_are_in_the_urgent_rings(
+def test_only_slow_and_failed_ones_are_urgent_without_tracing(
     level: Any, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     no_otel_variables(monkeypatch)
@@ -180,7 +180,7 @@ def test_without_tracing_only_slow_and_failed_loads_and_calls_are_in_the_urgent_
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_without_tracing_failed_calls_of_both_sides_are_in_the_urgent_rings(
+def test_without_tracing_both_sides_failed_calls_are_urgent(
     ranks: int, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     no_otel_variables(monkeypatch)
@@ -198,7 +198,7 @@ def test_without_tracing_failed_calls_of_both_sides_are_in_the_urgent_rings(
     assert ordinary == []
 
 
-def test_without_tracing_slow_calls_are_in_the_urgent_rings_as_they_are_counted(
+def test_without_tracing_slow_calls_are_urgent_as_counted(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
     no_otel_variables(monkeypatch)

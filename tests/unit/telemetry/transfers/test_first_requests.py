@@ -132,7 +132,7 @@ def test_a_proxy_may_ask_by_the_requests_id(caplog: pytest.LogCaptureFixture) ->
         ("kv_both", ASKING, False, False, ""),
     ],
 )
-def test_engines_that_should_load_from_others_and_do_not_are_logged(
+def test_engines_that_do_not_load_though_they_should_are_logged(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     a: Script,

@@ -62,7 +62,7 @@ def test_young_transfers_are_not_stuck(caplog: pytest.LogCaptureFixture) -> None
     assert taken(recorder).opened == []
 
 
-def test_where_it_is_not_known_who_was_to_report_no_rank_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_known_reporters_no_rank_is_named(caplog: pytest.LogCaptureFixture) -> None:
     ledger, recorder = Ledger(), Recorder(2)
     transfers = watched(ledger, recorder, 1, ranks=4)
     half_loaded(ledger, 1, expected=2)
@@ -71,7 +71,7 @@ def test_where_it_is_not_known_who_was_to_report_no_rank_is_named(caplog: pytest
     assert taken(recorder).opened == [[signals.STUCK_TRANSFERS.name, 1, "unknown", 1]]
 
 
-def test_a_failed_load_that_is_stuck_in_aggregation_is_its_owners(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_load_stuck_in_aggregation_is_its_owners(caplog: pytest.LogCaptureFixture) -> None:
     """Of any other load that passes there the ledger knows itself which ranks have reported."""
     ledger, recorder = Ledger(), Recorder(2)
     half_loaded(ledger, 2)

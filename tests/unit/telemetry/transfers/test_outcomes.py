@@ -32,7 +32,7 @@ class Counted:
 
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize(("lost", "recomputed"), [(None, 32), (16, 16), (None, None)])
-def test_a_load_counts_by_mode_and_outcome_and_its_tokens_if_it_went_well(
+def test_a_load_counts_by_mode_and_outcome_and_tokens_if_good(
     is_async: bool, lost: int | None, recomputed: int | None
 ) -> None:
     """Of a load with holes only what is lost is computed again."""
@@ -52,14 +52,14 @@ def test_a_load_counts_by_mode_and_outcome_and_its_tokens_if_it_went_well(
 
 
 @pytest.mark.parametrize(("outcome", "held"), [("ok", {(0, "kvobs_save_hold_seconds"): 250}), ("abandoned", {})])
-def test_a_save_is_held_from_the_promise_to_now_unless_it_is_abandoned(outcome: str, held: dict[Any, int]) -> None:
+def test_a_save_is_held_since_its_promise_unless_abandoned(outcome: str, held: dict[Any, int]) -> None:
     counted = Counted(1)
     counted.outcomes.saved("r", 0, Save(True, True, 1, 100, {0: 300}, is_abandoned=outcome == "abandoned"), 350)
     assert counted.counts() == {(0, "kvobs_saves_total", outcome): 1, **held}
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_aborted_load_counts_as_that_and_what_it_loaded_when_it_arrives(fails: bool) -> None:
+def test_an_aborted_load_counts_as_that_and_its_tokens_later(fails: bool) -> None:
     counted = Counted(1)
     load = Load(0, 32, True, 1, size=320, aborted=True)
     counted.outcomes.aborted("r", load, by_error=False)
@@ -85,7 +85,7 @@ def test_stray_reports_count_each_and_are_logged_once_a_kind(caplog: pytest.LogC
     assert all(len(line) < 1000 and "\n" not in line for line in lines), "a client chooses the id"
 
 
-def test_a_save_done_before_its_promise_was_held_for_no_time_and_an_open_one_is_not_counted_yet() -> None:
+def test_an_early_save_counts_no_time_and_an_open_one_nothing() -> None:
     counted = Counted(2)
     early = Save(True, True, 1, 100, {0: 50})
     counted.outcomes.promised("r", {0: Save(True, promised_ns=100)}, {1: early})
@@ -103,7 +103,7 @@ def test_a_save_done_before_its_promise_was_held_for_no_time_and_an_open_one_is_
     ],
     ids=str,
 )  # fmt: skip
-def test_a_load_counts_with_what_it_saved_and_how_long_its_request_waited(gain: Gain, counts: tuple[int, ...]) -> None:
+def test_a_load_counts_with_its_saving_and_its_requests_wait(gain: Gain, counts: tuple[int, ...]) -> None:
     names = ("load_resume_delay_seconds", "estimated_loads_total", "prefill_saved_seconds_total")
     counted = Counted(2)
     counted.outcomes.load_weighed("r", Load(1, 32, True, 1), gain)

@@ -85,7 +85,7 @@ BY_PROXY = "cmpl-___prefill_addr_{}___decode_addr_10.0.0.2:14580_0123456789abcde
         ("h\n", None),
     ],
 )
-def test_a_peer_is_named_by_the_requests_id_where_no_param_has_an_address(address: str, peer: str | None) -> None:
+def test_a_requests_id_names_a_peer_if_no_param_has_an_address(address: str, peer: str | None) -> None:
     request = BY_PROXY.format(address)
     assert in_id(request) == peer
     assert peer_of(request, None) == peer_of(request, {"transfer_id": "t"}) == peer

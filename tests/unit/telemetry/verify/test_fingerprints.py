@@ -28,7 +28,7 @@ def take(layers: Layers, *blocks: Block, reads_all: bool = True, cache_dtype: st
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @settings(max_examples=15)
 @given(data=st.data())
-def test_a_digest_changes_with_every_byte_and_with_no_other_block(shape: Any, dtype: Any, data: Any) -> None:
+def test_a_digest_changes_with_each_byte_and_no_other_block(shape: Any, dtype: Any, data: Any) -> None:
     cache = random_cache(shape, dtype=dtype)
     layers = layers_of(cache)
     blocks = [block(i) for i in (2, 3, 4, BLOCKS - 1)]
@@ -56,7 +56,7 @@ def test_blocks_of_any_number_are_read_as_each_alone() -> None:
     assert all((a.values == b.values).all() and a.largest == b.largest for a, b in zip(many, alone, strict=True))
 
 
-def test_values_are_of_all_layers_and_the_largest_is_of_all_numbers() -> None:
+def test_values_are_of_all_layers_and_the_largest_of_all_numbers() -> None:
     caches = [torch.full(SHAPES["blocks first"], float(layer), dtype=torch.float32) for layer in range(4)]
     caches[2][7, 1, 3, 0, 5] = -90
     fingerprint = take(layers_of(*caches), block(7))[0]

@@ -55,7 +55,7 @@ def test_an_outcome_says_how_far_a_loaded_block_is(loaded: Fingerprint, outcome:
         assert compare_sent(NOTED.sent(7), 7, loaded) == outcome
 
 
-def test_a_fingerprint_that_was_sent_is_compared_with_those_of_the_same_form() -> None:
+def test_a_sent_fingerprint_is_compared_with_ones_of_its_form() -> None:
     near = other(values=VALUES * 1.1)
     assert [compare_sent(near.sent(7), 7, each) for each in (near, NOTED)] == ["match", "lossy"]
     assert compare_sent(NOTED.sent(7), 8, NOTED) == "unknown"

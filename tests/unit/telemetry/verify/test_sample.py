@@ -58,7 +58,7 @@ def ids_of(rig: Rig, request_id: str) -> list[int]:
     return list(ids)
 
 
-def test_full_blocks_of_a_prompt_are_noted_in_the_step_that_computes_them() -> None:
+def test_full_blocks_of_a_prompt_are_noted_when_computed() -> None:
     rig = Watched(Script("one"))
     request = rig.add("a", PROMPT, 3 * BLOCK)  # the blocks of its answer become full, too
     rig.step()
@@ -88,7 +88,7 @@ def test_blocks_that_are_in_vllms_cache_or_loaded_are_not_noted() -> None:
     assert rig.noted == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [2, 3, 4]]
 
 
-def test_a_prompt_that_is_computed_again_after_a_preemption_is_noted_again() -> None:
+def test_a_prompt_computed_again_after_preemption_is_noted_again() -> None:
     rig = Watched(Script("one"))
     rig.add("a", PROMPT, 20)
     rig.run(3)
@@ -141,7 +141,7 @@ def test_a_load_that_has_failed_is_not_compared_again() -> None:
     assert rig.noted == [[2, 3, 4]]
 
 
-def test_only_whole_blocks_that_are_still_the_requests_are_compared_again() -> None:
+def test_only_whole_blocks_that_stayed_are_compared_again() -> None:
     sample = BlockSample(1, CacheLayout((16, 32)), 16)
     sample.allocated(_request(80, hashes(5)), _lookup(0, 1), 0, 64)
     sample.admitted("a", _load(((11, 12, 13, 14), (21, 22)), 0, 64))
@@ -185,7 +185,7 @@ FINGERPRINT = {"0": "of rank 0", "1": "of rank 1"}
 
 
 @pytest.mark.parametrize("share", [1.0, 1e-18])
-def test_the_decode_engine_compares_the_blocks_that_the_prefill_engine_has_noted(share: float) -> None:
+def test_decode_compares_the_blocks_that_prefill_has_noted(share: float) -> None:
     prefill = BlockSample(1, CacheLayout((BLOCK, 2 * BLOCK)), BLOCK, ranks=2)
     keys = hashes(5)
     request = _request(5 * BLOCK + 3, keys)
@@ -283,7 +283,7 @@ def _load(blocks: Any, local: int, tokens: int) -> Any:
     return SimpleNamespace(connector_index=0, is_async=True, blocks=blocks, local_tokens=local, tokens=tokens)
 
 
-def test_groups_have_blocks_of_their_sizes_and_a_window_has_only_its_last() -> None:
+def test_groups_have_blocks_of_their_sizes_and_a_window_its_last() -> None:
     keys = hashes(8)
     sample = BlockSample(1, CacheLayout((16, 32, 0)), 16)
     sample.allocated(_request(130, keys), None, None, 0)  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ def test_a_failed_load_is_not_compared(rank: Rank, kind: ReportKind, is_async: b
     assert rank.counted() == {}
 
 
-def test_a_load_that_the_schedulers_side_received_is_compared_before_the_next_forward(rank: Rank) -> None:
+def test_a_load_received_in_the_scheduler_is_compared_at_once(rank: Rank) -> None:
     rank.cache[5] = rank.cache[9]
     rank.step(load(5))
     rank.verifier.reported(None, ReportKind.RECEIVED, ["a"])
@@ -92,7 +92,7 @@ def test_a_load_that_the_schedulers_side_received_is_compared_before_the_next_fo
     assert rank.counted() == {"match": 1}
 
 
-def test_a_report_of_a_connector_that_does_not_load_the_request_changes_nothing(rank: Rank) -> None:
+def test_a_report_of_another_connector_changes_nothing(rank: Rank) -> None:
     rank.cache[5] = rank.cache[9]
     rank.step(load(5), reports=[(1, ReportKind.RECEIVED, ["a"]), (0, ReportKind.SAVED, ["a"])])
     assert rank.counted() == {}
@@ -100,9 +100,7 @@ def test_a_report_of_a_connector_that_does_not_load_the_request_changes_nothing(
     assert rank.counted() == {"match": 1}
 
 
-def test_a_load_that_is_asked_about_is_compared_at_once_and_only_once(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_is_asked_about_is_compared_once_and_at_once(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     take = rank.verifier._fingerprints.take
     monkeypatch.setattr(
         rank.verifier._fingerprints, "take", lambda blocks: take(blocks)._replace(is_ready=lambda: False)
@@ -117,7 +115,7 @@ def test_a_load_that_is_asked_about_is_compared_at_once_and_only_once(
     assert rank.counted() == {"match": 1, "mismatch": 1}
 
 
-def test_blocks_of_another_engine_are_compared_with_its_fingerprints() -> None:
+def test_blocks_from_another_engine_are_compared_with_its_own() -> None:
     prefill, decode, other = Rank(parallel="two ranks"), Rank(parallel="two ranks"), Rank(parallel="four ranks")
     (note,) = prefill.verifier.take_notes()
     assert isinstance(note, NotedBlock)
@@ -222,14 +220,14 @@ def test_a_received_block_that_is_overwritten_is_found(rank: Rank, caplog: pytes
     assert rank.verifier._wrong == {}
 
 
-def test_blocks_that_were_not_noted_or_can_not_be_read_are_unknown(rank: Rank) -> None:
+def test_blocks_that_are_not_noted_or_not_readable_are_unknown(rank: Rank) -> None:
     rank.step(LoadedBlocks(0, "a", False, (block(5, b"elsewhere"), block(5, group=1))))
     rank.step(LoadedBlocks(1, "b", False, (block(5, group=1),)))
     rank.step(LoadedBlocks(1, "b", False, (block(5, group=1),), is_again=True))
     assert (rank.counted(0), rank.counted(1)) == ({"unknown": 2}, {"unknown": 1})
 
 
-def test_wrong_blocks_are_logged_with_connector_rank_request_and_position(
+def test_wrong_blocks_are_logged_with_where_they_came_from(
     rank: Rank, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [10**18]
@@ -266,9 +264,7 @@ def test_near_blocks_are_logged_once(rank: Rank, caplog: pytest.LogCaptureFixtur
     assert len(caplog.records) == 1
 
 
-def test_results_that_the_device_has_not_computed_are_read_in_a_later_step(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_that_the_device_still_computes_are_read_later(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = [False]
     take = rank.verifier._fingerprints.take
     monkeypatch.setattr(
