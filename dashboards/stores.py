@@ -1,7 +1,7 @@
 """Ask what stores report about themselves, in their own metrics: how much they hold, what they evict and refuse.
 
 KV cache events have tokens, but not every connector publishes its evictions as events (LMCache, Mooncake). Each metric
-here was read in the source of the version that stands with it. Each is a query of its own: where a site has no such
+here was read in the source of the version that stands with it. Each is a separate query: where a site has no such
 store it finds nothing, and the panel's other series stay.
 """
 
