@@ -26,7 +26,7 @@ from kvobs.demo.run import host_memory, multi_connector
 from kvobs.testing.model import NAME, make_model
 from kvobs.testing.server import HOST, Server, group_members, parse_metrics
 from kvobs.vllm_api.proc import stat
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, SPAWNING, eventually, of_tests, prompt, serve, stock
+from tests.engine.serving import eventually, of_tests, prompt, serve, stock
 
 CLIENTS = 2  # of each kind
 SHORT, LONG = 40, 1500  # tokens of an answer
@@ -199,11 +199,8 @@ def run(case: Case, router: str, model: Path, folder: Path) -> Ending:
     """Let a server under load end; ``router`` is "kvobs" or "stock"."""
     config = multi_connector(of_tests("SteeredConnector", plan=case.plan), host_memory(), names=["steered", "cpu"])
     config = config if router == "kvobs" else stock(config)
-    env = BOTH_RANKS_ON_ONE_CORE if case.ranks > 1 else {}
     shared_before = set(os.listdir(SHARED_MEMORY))
-    with serve(
-        model, folder, config, *case.args, tensor_parallel=case.ranks, env=env, timeout=360, launch=SPAWNING
-    ) as server:
+    with serve(model, folder, config, *case.args, ranks=case.ranks, is_spawned=True) as server:
         process: Any = server.process
         scratch: Any = server.scratch
         server.complete(prompt("first"), SHORT)  # torch compiles with it, for longer than a client waits

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.testing.model import make_model
 from kvobs.testing.server import Server, ServerError
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, eventually, of_tests, prompt, serve, stock
+from tests.engine.serving import TOKENS, eventually, of_tests, prompt, serve, stock
 
 HOOKS = (
     *("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output"),
@@ -53,7 +53,7 @@ def run(hook: str, model: Path, folder: Path) -> str:
     failing = of_tests("FailingConnector", "connectors_failing", order=str(order), failed=str(folder))
     config = stock(multi_connector(failing, host_memory(), names=[]))
     config["kv_load_failure_policy"] = "recompute"
-    with serve(model, folder, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
+    with serve(model, folder, config, ranks=2) as server:
         process = server.process
         assert process is not None
         known = outcomes(server)

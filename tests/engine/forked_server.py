@@ -77,7 +77,7 @@ class Template:
         if not answer:
             raise self._failure("it has ended")
         if refused := (said := json.loads(answer)).get("refused"):
-            raise ServerError(f"This server can't be forked, start it with launch=SPAWNING: {refused}.")
+            raise ServerError(f"This server can't be forked, start it with is_spawned=True: {refused}.")
         return ForkedProcess(said["pid"])
 
     def end(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvobs.testing.server import CORES, HOST, Server, claim_port
-from tests.engine.serving import SPAWNING, importing_tests, serve
+from tests.engine.serving import importing_tests, serve
 
 AHEAD_S = 1.0
 """More than a step takes on a busy machine."""
@@ -21,7 +21,6 @@ UPTIME_S = "100000"
 NAMESPACES = ("unshare", "--mount", "--uts", "--ipc", "--time", "--monotonic", UPTIME_S, "--boottime", UPTIME_S)
 AS_HOST = (*NAMESPACES, "sh", "-c", 'mount -t tmpfs none /dev/shm && hostname other-host && exec "$@"', "sh")
 ENV = {CORES: "nobind", "OMP_NUM_THREADS": "1", "VLLM_HOST_IP": HOST}
-START_S = 360
 
 
 class OtherHost(Server):
@@ -49,11 +48,11 @@ def on_two_hosts(model: Path, folder: Path, config: dict[str, Any], *args: str, 
     there["TESTS_AHEAD_NS"] = str(round(AHEAD_S * 1e9))
     second = OtherHost(
         model, folder / "other.log", config, args=(*nodes, "--node-rank", "1", "--headless"), env=there,
-        tensor_parallel=2, launch=(*AS_HOST, *SPAWNING),
+        tensor_parallel=2, launch=(*AS_HOST, *Server.launch),
     )  # fmt: skip
     first = (*nodes, "--node-rank", "0")
     with (
         second,
-        serve(model, folder, config, *first, env=here, tensor_parallel=2, timeout=START_S, launch=SPAWNING) as server,
+        serve(model, folder, config, *first, ranks=2, env=here, is_spawned=True) as server,
     ):
         yield TwoHosts(server, second, (ports[0], ports[1]))

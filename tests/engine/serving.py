@@ -6,10 +6,9 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
-from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from kvobs.demo.run import entry, on_one_core
 from kvobs.testing.model import NAME
 from kvobs.testing.server import HOST, Server, cores, group_members
 from kvobs.vllm_api.proc import stat
+from tests.connectors.packages import importing
 from tests.engine.forked_server import ForkedServer
 from tests.support.affinity import keeping_off
 
@@ -30,13 +30,14 @@ BOTH_RANKS_ON_ONE_CORE = on_one_core(2)
 """While a transfer is pending vLLM's workers spin: on all of two cores, the server and the test may get no CPU for
 seconds (Linux 6.18), and what is to happen during the transfer happens after it. `serve` leaves that core to them."""
 
-SPAWNING = Server.launch
-"""For `serve`, where a test is about processes that start or end, or about what they import."""
+START_S = 500
+"""For a server to come up; more than any needs, with ranks that Ray starts on a machine that others share."""
 
 
-def importing_tests() -> dict[str, str]:
-    """Return what lets a server import the tests' connectors."""
-    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+def importing_tests(*packages: str) -> dict[str, str]:
+    """Return what lets a process import the tests' connectors, and these sets of packages."""
+    folders = (str(ROOT), os.environ.get("PYTHONPATH", ""), *(importing(*packages) if packages else ()))
+    return {"PYTHONPATH": os.pathsep.join(folders)}
 
 
 @contextmanager
@@ -45,16 +46,30 @@ def serve(
     folder: Path,
     config: dict[str, Any] | None,
     *args: str,
-    launch: Sequence[str] | None = None,
+    ranks: int = 1,
+    packages: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    is_spawned: bool = False,
     **more: Any,
 ) -> Iterator[Server]:
     """Run a server that can import the tests' connectors; a test that fails prints what the server said last.
 
-    Without ``launch`` it is forked.
+    Args:
+        model: Folder of the model.
+        folder: Where its log is, `server.log`.
+        config: Of its connectors; none without one.
+        args: More arguments of `vllm serve`.
+        ranks: Shares of each layer, which have one core, if no variable says otherwise.
+        packages: Sets of packages that it imports from; see `tests.connectors.packages`.
+        env: More variables.
+        is_spawned: Start it anew, instead of forked: where a test is about processes that start or end, about what they
+            import, or about its command line.
+        more: Further fields of `Server`.
     """
-    env = {**importing_tests(), **more.pop("env", {})}
+    env = importing_tests(*packages) | (BOTH_RANKS_ON_ONE_CORE if ranks > 1 else {}) | dict(env or {})
     shares = BOTH_RANKS_ON_ONE_CORE.items() <= env.items()
-    kind = ForkedServer if launch is None else partial(Server, launch=launch)
+    kind = Server if is_spawned else ForkedServer
+    more = {"tensor_parallel": ranks, "timeout": START_S, **more}
     with kind(model, folder / "server.log", config, args=args, env=env, **more) as server:
         try:
             with keeping_off(THE_CORE) if shares else nullcontext():

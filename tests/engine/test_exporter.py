@@ -23,7 +23,7 @@ from kvobs.vllm_api.proc import start_time, stat
 from tests.engine import metered
 from tests.engine.exported import OPENMETRICS, PORT, SHOWN_BY_NONE, Exported, with_exporter
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, SPAWNING, ask_all, eventually, importing_tests, prompt, serve
+from tests.engine.serving import ask_all, eventually, importing_tests, prompt, serve
 
 pytestmark = pytest.mark.engine
 
@@ -32,8 +32,7 @@ pytestmark = pytest.mark.engine
 def server(model: Path, folder: Path) -> Iterator[Any]:
     config = metered.configuration(metered.counting_entry(folder), host_memory(), names=["steered", "cpu"])
     config, port = with_exporter(config)
-    env = BOTH_RANKS_ON_ONE_CORE
-    with serve(model, folder, config, tensor_parallel=2, timeout=360, env=env, launch=SPAWNING) as server:
+    with serve(model, folder, config, ranks=2, is_spawned=True) as server:
         exported = Exported(server, port)
         metered.ask(exported, prompt("warm"))  # type: ignore[arg-type]
         exported.until_up()
@@ -110,7 +109,7 @@ def test_api_servers_share_an_exporter_with_spans_and_exemplars(model: Path, tmp
     with Collector() as collector:
         args = ("--api-server-count", "2", "--otlp-traces-endpoint", collector.endpoint)
         env = {**collector.env, "OTEL_BSP_SCHEDULE_DELAY": "300"}
-        with serve(model, tmp_path, config, *args, env=env, timeout=360) as plain:
+        with serve(model, tmp_path, config, *args, env=env) as plain:
             server: Any = Exported(plain, port)
             server.until_up()
             with Growth(server, connector="steered") as grown:

@@ -15,7 +15,7 @@ from kvobs.testing.server import Server
 from kvobs.vllm_api.hooks import HOOKS, Side
 from tests.engine.connectors_failing import FAILING
 from tests.engine.metered import assert_promtool_finds_no_fault, configuration
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, of_tests, prompt, serve, total
+from tests.engine.serving import TOKENS, of_tests, prompt, serve, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -34,7 +34,7 @@ def failing_entry(name: str, folder: Path) -> dict[str, Any]:
 def server(model: Path, folder: Path) -> Iterator[Server]:
     config = configuration(*(failing_entry(name, folder) for name in NAMES), host_memory(), names=[*NAMES, "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"best_effort": list(NAMES)}
-    with serve(model, folder, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
+    with serve(model, folder, config, ranks=2) as server:
         yield server
 
 

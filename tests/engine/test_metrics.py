@@ -12,7 +12,7 @@ import pytest
 import kvobs
 from kvobs.demo.run import host_memory
 from kvobs.testing.server import Server
-from tests.engine import metered, serving
+from tests.engine import metered
 from tests.engine.readings import (
     Growth,
     assert_each_scrape_is_right,
@@ -30,7 +30,7 @@ HANGS_MS = 8_000
 @pytest.fixture(scope="module")
 def server(model: Path, folder: Path) -> Iterator[Server]:
     config = metered.configuration(metered.counting_entry(folder), host_memory(), names=["steered", "cpu"])
-    with serve(model, folder, config, tensor_parallel=2, timeout=360, env=serving.BOTH_RANKS_ON_ONE_CORE) as server:
+    with serve(model, folder, config, ranks=2) as server:
         metered.ask(server, prompt("warm"))
         yield server
 

@@ -14,7 +14,7 @@ from kvobs.export.starter import AUTO_AFTER_S
 from tests.engine import metered
 from tests.engine.exported import PORT, SHOWN_BY_NONE, by_itself
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, SPAWNING, ask_all, eventually, hit, prompt, serve
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, eventually, hit, prompt, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("_default_port")]
 
@@ -25,7 +25,7 @@ def test_with_two_api_servers_an_exporter_has_the_numbers(model: Path, tmp_path:
         metered.counting_entry(tmp_path), host_memory(), files(tmp_path / "disk"), names=["steered", "cpu", "disk"]
     )
     texts = [text + "." if len(text) % 32 == 1 else text for text in (prompt("file", i) for i in range(10))]
-    with serve(model, tmp_path, config, "--api-server-count", "2", timeout=360) as plain:
+    with serve(model, tmp_path, config, "--api-server-count", "2") as plain:
         server = by_itself(plain)
         with Growth(server, connector="steered") as grown:
             metered.ask_in_turn(server, 60)
@@ -54,7 +54,7 @@ def test_data_parallel_engines_have_series_of_their_own(model: Path, tmp_path: P
     """By default there are as many API servers as engines, and the engine starts one exporter of both."""
     config = metered.configuration(metered.counting_entry(tmp_path), host_memory(), names=["steered", "cpu"])
     args = ("--data-parallel-size", "2", *(("--api-server-count", "1") if api_servers == 1 else ()))
-    with serve(model, tmp_path, config, *args, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as plain:
+    with serve(model, tmp_path, config, *args, env=BOTH_RANKS_ON_ONE_CORE) as plain:
         server = plain if api_servers == 1 else by_itself(plain)
         for engine, requests in (("0", 24), ("1", 40)):
             with Growth(server, connector="steered", engine=engine) as grown:
@@ -81,7 +81,7 @@ def top(port: int) -> dict[str, Any]:
 def test_a_server_without_stats_has_metrics_at_an_exporter(model: Path, tmp_path: Path) -> None:
     config = metered.configuration(metered.counting_entry(tmp_path), host_memory(), names=["steered", "cpu"])
     # Spawned: the port is on its command line.
-    with serve(model, tmp_path, config, "--disable-log-stats", launch=SPAWNING) as plain:
+    with serve(model, tmp_path, config, "--disable-log-stats", is_spawned=True) as plain:
         seen = top(plain.port)  # of an engine whose exporter has not started yet
         assert (seen["error"], [row["connector"] for row in seen["connectors"]]) == (None, ["steered", "cpu"])
         metered.ask_in_turn(plain, 40)

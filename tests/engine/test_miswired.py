@@ -21,7 +21,7 @@ PAGE = "see docs/prefill-decode.md"
 @pytest.fixture(scope="module")
 def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
-    with pair(model, folder, roles=("kv_producer", "kv_consumer"), timeout=400) as engines:
+    with pair(model, folder, roles=("kv_producer", "kv_consumer")) as engines:
         yield engines
 
 

@@ -31,9 +31,8 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def engines(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
-    with pair(
-        model, folder, "--otlp-traces-endpoint", collector.endpoint, nixl=BUFFERED, env=collector.env, timeout=400
-    ) as engines:
+    args = ("--otlp-traces-endpoint", collector.endpoint)
+    with pair(model, folder, *args, nixl=BUFFERED, env=collector.env) as engines:
         yield engines
 
 

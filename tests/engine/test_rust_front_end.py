@@ -37,7 +37,7 @@ def rust() -> dict[str, Any]:
         "VLLM_USE_RUST_FRONTEND": "1",
         "VLLM_RUST_FRONTEND_PATH": str(rust_front_end()),
     }
-    return {"env": env, "imported_with": env, "timeout": 400}
+    return {"env": env, "imported_with": env}
 
 
 @pytest.mark.parametrize(("ranks", "requests"), [(1, {"0": 6}), (2, {"0": 6}), (1, {"0": 2, "1": 5})], ids=repr)
@@ -49,7 +49,7 @@ def test_the_exporter_has_each_engines_numbers(
     if is_group:  # vLLM 0.33 needs one memory node for each engine of a group
         rust["env"] = rust["env"] | {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
     args = ("--data-parallel-size", str(len(requests))) if is_group else ()
-    with serve(model, tmp_path, config, *args, **rust, tensor_parallel=ranks) as plain:
+    with serve(model, tmp_path, config, *args, **rust, ranks=ranks) as plain:
         server: Any = Exported(plain, port)
         server.until_up()
         for engine, count in requests.items():

@@ -120,7 +120,7 @@ def test_nothing_is_left_when_the_starter_is_gone(tmp_path: Path, how: str) -> N
 @pytest.mark.parametrize("name", [READ_AT_IMPORT, SET_AT_IMPORT, "PYTHONHASHSEED", "OMP_NUM_THREADS", "LD_PRELOAD"])
 def test_a_variable_that_came_too_late_is_refused(tmp_path: Path, name: str) -> None:
     """Read or set by the imports, or read by something before them."""
-    wrong = rf"launch=SPAWNING: the environment variable {name} is read at import or before: found '7', imported with "
+    wrong = rf"is_spawned=True: the environment variable {name} is read at import or before: found '7', imported with "
     with pytest.raises(ServerError, match=wrong), started(tmp_path, "sleep", env={name: "7"}):
         pass
     with started(tmp_path, "0") as (process, _):  # the template goes on

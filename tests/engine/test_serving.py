@@ -12,7 +12,6 @@ from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.testing.server import Server, ServerError
 from tests.engine.metered import counting_entry
 from tests.engine.serving import (
-    BOTH_RANKS_ON_ONE_CORE,
     TOKENS,
     ask_all,
     eventually,
@@ -103,7 +102,7 @@ def test_reports_of_two_ranks_are_counted_as_connectors_state(model: Path, tmp_p
         host_memory(),
         names=["loader", "saver", "cpu"],
     )
-    with serve(model, tmp_path, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
+    with serve(model, tmp_path, config, ranks=2) as server:
 
         def ask(text: str, **steer: Any) -> tuple[int, ...]:
             return server.complete(text, TOKENS, kv_transfer_params={"steer": steer}).tokens

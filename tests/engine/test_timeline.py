@@ -15,7 +15,7 @@ from kvobs.demo.run import host_memory, multi_connector
 from kvobs.page import files
 from kvobs.testing.server import group_members
 from tests.engine.endings import kill
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, TOKENS, eventually, hang_up, of_tests, prompt, serve
+from tests.engine.serving import TOKENS, eventually, hang_up, of_tests, prompt, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -44,7 +44,7 @@ def test_a_killed_server_leaves_the_last_calls(
         multi_connector(of_tests("SteeredConnector"), host_memory(), names=["steered", "cpu"]),
         tmp_path / "t",
     )
-    with serve(model, tmp_path, config, tensor_parallel=2, timeout=360, env=BOTH_RANKS_ON_ONE_CORE) as server:
+    with serve(model, tmp_path, config, ranks=2) as server:
         assert server.process is not None
         for pid in group_members(server.process.pid):
             for page in files.folder().glob(f"*-{pid}{files.SUFFIX}"):

@@ -7,7 +7,7 @@ import pytest
 from kvobs.demo.run import host_memory
 from tests.engine.exported import with_exporter
 from tests.engine.metered import configuration
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, prompt, serve
+from tests.engine.serving import prompt, serve
 from tests.incidents.known import CORRUPT
 from tests.incidents.watching import watched
 
@@ -23,7 +23,7 @@ def test_wrong_bytes_are_seen(model: Path, tmp_path: Path) -> None:
     config = configuration(remote, host_memory(), names=["remote", "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"verify": {"sample_ratio": 1.0}}
     config, port = with_exporter(config)
-    with serve(model, tmp_path, config, timeout=360, tensor_parallel=2, env=BOTH_RANKS_ON_ONE_CORE) as server:
+    with serve(model, tmp_path, config, ranks=2) as server:
         for number in range(PROMPTS):
             server.complete(prompt("incident", number), 2)
         for is_wrong in (False, True):

@@ -17,7 +17,7 @@ from kvobs.testing.server import Server
 from tests.engine.exported import with_exporter
 from tests.engine.hosts import on_two_hosts
 from tests.engine.metered import configuration
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, eventually, prompt, serve, total
+from tests.engine.serving import eventually, prompt, serve, total
 from tests.incidents.beginning import begin, faulty
 from tests.incidents.known import FAULTY, LOOKUP, OTHER_HOST, PAUSES, STOPPED_S, Incident
 from tests.incidents.watching import PATIENCE_S, watched
@@ -38,8 +38,7 @@ def engine(
     port = 0
     if exporter:
         config, port = with_exporter(config)
-    parallel: dict[str, Any] = {} if rank is None else {"tensor_parallel": 2, "env": BOTH_RANKS_ON_ONE_CORE}
-    with serve(model, folder, config, timeout=360, **parallel) as server:
+    with serve(model, folder, config, ranks=1 if rank is None else 2) as server:
         yield server, port
 
 

@@ -11,12 +11,11 @@ import pytest
 
 from kvobs.demo.run import host_memory
 from kvobs.testing.server import ServerError
-from tests.connectors.servers.served import with_packages
 from tests.connectors.servers.stores import lmcache_entry, lmcache_server, running
 from tests.connectors.servers.traffic import SMALL_CACHE
 from tests.engine.exported import with_exporter
 from tests.engine.metered import configuration
-from tests.engine.serving import SPAWNING, eventually, prompt, serve
+from tests.engine.serving import eventually, prompt, serve
 from tests.incidents.known import LMCACHE
 from tests.incidents.watching import watched
 
@@ -33,8 +32,8 @@ def test_its_server_is_killed_under_load(model: Path, tmp_path: Path) -> None:
     with running(lmcache_server(tmp_path)) as store:
         entry = lmcache_entry(store, mq_timeout=WAITS_S, heartbeat_interval=WAITS_S)
         config, port = with_exporter(configuration(host_memory(), entry, names=["cpu", "remote"]))
-        env, is_settled = with_packages("lmcache"), threading.Event()
-        with serve(model, tmp_path, config, *SMALL_CACHE, env=env, timeout=400, launch=SPAWNING) as server:
+        is_settled = threading.Event()
+        with serve(model, tmp_path, config, *SMALL_CACHE, packages=["lmcache"], is_spawned=True) as server:
 
             def ask(first: int) -> None:
                 for number in itertools.count(first, CLIENTS):

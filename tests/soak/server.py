@@ -85,7 +85,6 @@ def run(requests: int, seed: int, show: Callable[[str], None], *, has_exporter: 
     port = with_exporter(config)[1] if has_exporter else None
     with GrpcCollector() as collector:
         env = {
-            **serving.BOTH_RANKS_ON_ONE_CORE,
             **collector.env,
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
             "OTEL_EXPORTER_OTLP_TIMEOUT": "2",
@@ -94,8 +93,8 @@ def run(requests: int, seed: int, show: Callable[[str], None], *, has_exporter: 
         }
         collector.stop()  # its port is known now
         with serving.serve(
-            make_model(folder / "model"), folder, config, "--num-gpu-blocks-override", str(BLOCKS), env=env,
-            tensor_parallel=2, timeout=360, launch=serving.SPAWNING,
+            make_model(folder / "model"), folder, config, "--num-gpu-blocks-override", str(BLOCKS), ranks=2, env=env,
+            is_spawned=True,
         ) as plain:  # fmt: skip
             server: Any = Exported(plain, port) if port is not None else plain
             if port is not None:

@@ -25,7 +25,7 @@ from kvobs.schema.signals import SIGNALS, Kind
 from kvobs.testing.model import make_model
 from kvobs.testing.server import HOST, Server
 from tests.engine.prometheus import Prometheus, scraping, victoria
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ROOT, TOKENS, eventually, hang_up, serve
+from tests.engine.serving import ROOT, TOKENS, eventually, hang_up, serve
 from tests.stack.stories import EVERYTHING, ONE_FAILING, Ask, Story
 from tests.support.grpc_collector import GrpcCollector
 
@@ -66,9 +66,9 @@ def live(model: Path, folder: Path, story: Story, seconds: float) -> Iterator[Li
     """Run a story for so many seconds, and return once Prometheus has scraped its end."""
     with GrpcCollector() as collector:
         args = (*story.args, "--otlp-traces-endpoint", collector.endpoint)
-        env = {**collector.env, **SPANS, **BOTH_RANKS_ON_ONE_CORE}
+        env = {**collector.env, **SPANS}
         config = story.configuration()
-        with serve(model, folder, config, *args, tensor_parallel=2, timeout=360, env=env) as server:
+        with serve(model, folder, config, *args, ranks=2, env=env) as server:
             jobs = scrape_jobs(server)
             configuration = f"rule_files: [{hurried_rules(folder / 'rules')}/*.yml]\n{jobs}"
             with (

@@ -29,8 +29,6 @@ OBJECTS = 80 * 1024 * 1024
 ASKED_S = 20
 EXECUTORS = {name: {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": str(n)} for n, name in enumerate(("ray", "ray-v2"))}
 ON_RAY = ("--distributed-executor-backend", "ray")
-START_S = 500
-"""For a server whose ranks Ray starts."""
 STARTED = "Ray runtime started."
 
 

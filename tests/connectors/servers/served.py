@@ -1,9 +1,8 @@
 """An engine whose first connector has a real store behind it and whose second is host memory, and a look at both."""
 
-import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +11,13 @@ from typing import Any
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.schema import signals
 from kvobs.testing.server import Server, ServerError
-from tests.connectors.packages import importing
 from tests.connectors.servers import stores
 from tests.connectors.servers.stores import Store, running
 from tests.connectors.servers.traffic import SMALL_CACHE
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, SPAWNING, eventually, importing_tests, serve, total
+from tests.engine.serving import eventually, serve, total
 
 STORE = "store"
 """The name of the connector in front of the store."""
-START_S = 400
 LEFT_OUT = re.compile(rf"connector '{STORE}' failed .* for ([0-9.]+) s \(kvobs_quarantined\)")
 
 
@@ -35,12 +32,12 @@ class Kind:
     after_s: float
     """How long answers are looked at while the server is dead, the first seconds aside. Mooncake's lookups of a dead
     master take 4.4 s each: there have to be enough others for a 95th percentile."""
-    launch: Sequence[str] | None = None
-    """What starts the engine, if not a fork: LMCache does not start in a forked process."""
+    is_spawned: bool = False
+    """Whether its engines are: LMCache does not start in a forked process."""
 
 
 LMCACHE = Kind(
-    "lmcache", stores.lmcache_server, stores.lmcache_entry, lambda _store, _folder: {}, after_s=15, launch=SPAWNING
+    "lmcache", stores.lmcache_server, stores.lmcache_entry, lambda _store, _folder: {}, after_s=15, is_spawned=True
 )
 MOONCAKE = Kind("mooncake", stores.mooncake_master, stores.mooncake_store_entry, stores.mooncake_store_env, after_s=40)
 
@@ -85,15 +82,9 @@ def serving(
     config["kv_connector_extra_config"]["kvobs"] |= {"verify": {"sample_ratio": 1}}
     if is_best_effort:
         config["kv_connector_extra_config"]["kvobs"] |= {"best_effort": [STORE]}
-    env = kind.env(store, folder) | with_packages(kind.name) | (BOTH_RANKS_ON_ONE_CORE if ranks > 1 else {})
-    more: dict[str, Any] = {"env": env, "timeout": START_S, "launch": kind.launch, "tensor_parallel": ranks}
-    with serve(model, folder, config, *SMALL_CACHE, **more) as server:
+    more: dict[str, Any] = {"env": kind.env(store, folder), "packages": [kind.name], "is_spawned": kind.is_spawned}
+    with serve(model, folder, config, *SMALL_CACHE, ranks=ranks, **more) as server:
         yield Served(kind, store, server, is_best_effort)
-
-
-def with_packages(*packages: str) -> dict[str, str]:
-    """Return what lets a server import the tests, and these sets of packages."""
-    return {"PYTHONPATH": os.pathsep.join([importing_tests()["PYTHONPATH"], *importing(*packages)])}
 
 
 def is_idle(server: Server) -> bool:

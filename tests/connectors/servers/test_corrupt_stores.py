@@ -23,11 +23,11 @@ import pytest
 
 from kvobs.testing.server import HOST, Completion, Server
 from tests.connectors.faults import REUSED, TITLES, Fault, Pages, blank, flip, record, shift
-from tests.connectors.servers.served import LMCACHE, MOONCAKE, STORE, Kind, served, with_packages
+from tests.connectors.servers.served import LMCACHE, MOONCAKE, STORE, Kind, served
 from tests.connectors.servers.stores import CHUNK, Store, lmcache_server
 from tests.engine.prometheus import Prometheus, expression, scraping
 from tests.engine.readings import Growth
-from tests.engine.serving import eventually, prompt
+from tests.engine.serving import eventually, importing_tests, prompt
 
 pytestmark = [pytest.mark.connectors, pytest.mark.timeout(1200)]  # engines and stores are started within it
 
@@ -105,7 +105,7 @@ class Copies:
     def _run(self, verb: str, names: Sequence[str]) -> None:
         words = [verb, f"{HOST}:{self._store.port}", str(self.folder), *names]
         command = [sys.executable, "-m", "tests.connectors.servers.mooncake_objects", *words]
-        subprocess.run(command, env=os.environ | with_packages("mooncake"), check=True, timeout=120)
+        subprocess.run(command, env=os.environ | importing_tests("mooncake"), check=True, timeout=120)
 
 
 KINDS: dict[str, tuple[Kind, Callable[[Store, Path], Files | Copies]]] = {

@@ -21,7 +21,7 @@ import pytest
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.testing.server import HOST, Server, ServerError, claim_port, cores
 from tests.connectors.servers import traffic
-from tests.connectors.servers.served import START_S, blocks_are_free, is_idle, with_packages
+from tests.connectors.servers.served import blocks_are_free, is_idle
 from tests.connectors.servers.stores import mooncake_entry
 from tests.connectors.servers.traffic import PROMPTS, REQUESTS, SMALL_CACHE, TOKENS, Answers
 from tests.engine.serving import eventually, serve, total
@@ -48,13 +48,13 @@ class Pair:
 def one_of(model: Path, folder: Path, role: str, core: int, port: int) -> Iterator[Server]:
     end = {**mooncake_entry("MooncakeConnector", mooncake_protocol="tcp"), "kv_role": role}
     config = multi_connector(end, host_memory(), names=[P2P, "host"])
-    env = with_packages("mooncake") | {
+    env = {
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port),
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(GIVEN_UP_S),
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
     }
     args = (*SMALL_CACHE, "--num-gpu-blocks-override", BLOCKS[role])
-    with serve(model, folder, config, *args, env=env, timeout=START_S) as server:
+    with serve(model, folder, config, *args, packages=["mooncake"], env=env) as server:
         yield server
 
 

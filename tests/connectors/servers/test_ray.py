@@ -10,11 +10,11 @@ import pytest
 from kvobs.demo.run import host_memory
 from kvobs.testing.collector import Collector
 from kvobs.testing.server import Server
-from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, START_S, Cluster, cluster
+from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, Cluster, cluster
 from tests.connectors.servers.served import blocks_are_free
 from tests.engine import metered
 from tests.engine.readings import Growth, assert_every_call_is_counted
-from tests.engine.serving import SPAWNING, TOKENS, eventually, hang_up, prompt, serve
+from tests.engine.serving import TOKENS, eventually, hang_up, prompt, serve
 
 pytestmark = [pytest.mark.connectors, pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -38,9 +38,7 @@ def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
     config = metered.configuration(metered.counting_entry(folder), host_memory(), names=["steered", "cpu"])
     with Collector() as collector, cluster(**EXECUTORS[request.param], **collector.env) as ranks:
         args = (*ON_RAY, "--otlp-traces-endpoint", collector.endpoint)
-        with serve(
-            model, folder, config, *args, tensor_parallel=RANKS, env=dict(ranks.env), timeout=START_S, launch=SPAWNING
-        ) as server:
+        with serve(model, folder, config, *args, ranks=RANKS, env=ranks.env, is_spawned=True) as server:
             metered.ask(server, prompt("warm"))
             yield Engine(server, ranks, collector, folder)
 

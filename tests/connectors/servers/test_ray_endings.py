@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvobs.demo.run import host_memory, multi_connector
-from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, START_S, cluster
+from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, cluster
 from tests.engine.endings import LOADS, LONG, SHORT, UNDER_WAY_S, WARM_S, Clients, _wait
-from tests.engine.serving import SPAWNING, eventually, of_tests, prompt, serve, stock
+from tests.engine.serving import eventually, of_tests, prompt, serve, stock
 
 pytestmark = [pytest.mark.connectors, pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -35,9 +35,7 @@ def killed(router: str, executor: str, model: Path, folder: Path) -> Ending:
     config = config if router == "kvobs" else stock(config)
     with (
         cluster(**EXECUTORS[executor]) as ranks,
-        serve(
-            model, folder, config, *ON_RAY, tensor_parallel=RANKS, env=dict(ranks.env), timeout=START_S, launch=SPAWNING
-        ) as server,
+        serve(model, folder, config, *ON_RAY, ranks=RANKS, env=ranks.env, is_spawned=True) as server,
     ):
         process = server.process
         assert process is not None

@@ -4,16 +4,15 @@ With the newer executor: the compiled graph of the older one passes nothing on b
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvobs.demo.run import host_memory
 from kvobs.testing.server import HOST, claim_port
-from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, START_S, cluster, joined
+from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, cluster, joined
 from tests.engine import metered
 from tests.engine.exported import Exported
-from tests.engine.serving import SPAWNING, eventually, prompt, serve
+from tests.engine.serving import eventually, prompt, serve
 from tests.incidents.beginning import begin, faulty
 
 pytestmark = [pytest.mark.connectors, pytest.mark.ray, pytest.mark.timeout(1200)]
@@ -23,11 +22,10 @@ def test_a_hanging_call_is_seen_on_a_host_without_the_scheduler(model: Path, tmp
     config = metered.configuration(host_memory(), faulty(tmp_path, rank=1), names=["cpu", "remote"])
     ports = claim_port(0), claim_port(0)
     first, second = ({"KVOBS_EXPORTER": f"{HOST}:{port}"} for port in ports)
-    parallel: dict[str, Any] = {"tensor_parallel": RANKS, "timeout": START_S, "launch": SPAWNING}
     with (
         cluster(1, **EXECUTORS["ray-v2"]) as ranks,
         joined(ranks, **second),
-        serve(model, tmp_path, config, *ON_RAY, env={**ranks.env, **first}, **parallel) as server,
+        serve(model, tmp_path, config, *ON_RAY, ranks=RANKS, env={**ranks.env, **first}, is_spawned=True) as server,
     ):
         server.complete(prompt("warm"), 2)
         here, there = (Exported(server, port) for port in ports)

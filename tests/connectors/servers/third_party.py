@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 from kvobs.demo.run import SETTLE_S, host_memory, multi_connector
 from kvobs.testing.server import Server
 from tests.connectors.servers import traffic
-from tests.connectors.servers.served import STORE, blocks_are_free, with_packages
+from tests.connectors.servers.served import STORE, blocks_are_free
 from tests.connectors.servers.traffic import LONG, SMALL_CACHE, Asked
 from tests.engine.serving import eventually, serve, stock, total
 
@@ -85,5 +85,5 @@ def running_in(router: str, package: str, connector: dict[str, Any], model: Path
     config = multi_connector(*pair, names=names)
     config = {"alone": connector, "stock": stock(config), "kvobs": config}[router.partition("-")[0]]
     args = (*SMALL_CACHE, "--max-model-len", "2048")  # for the long answers that are hung up on
-    with serve(model, folder, config, *args, env=with_packages(package)) as server:
+    with serve(model, folder, config, *args, packages=[package]) as server:
         yield Run(router, package, server)

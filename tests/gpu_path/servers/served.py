@@ -15,7 +15,7 @@ from kvobs.testing.model import NAME
 from kvobs.testing.server import Server
 from tests.connectors.packages import importing
 from tests.connectors.servers.served import blocks_are_free
-from tests.engine.serving import SPAWNING, TOKENS, eventually, prompt, serve, total
+from tests.engine.serving import TOKENS, eventually, prompt, serve, total
 from tests.gpu_path.cells import PUBLISH
 from tests.gpu_path.environment import Counted, counted, gpu_path
 from tests.support.published import write_row
@@ -23,7 +23,6 @@ from tests.support.published import write_row
 CLIENTS = 4
 LONG = 60
 """Tokens that an aborted request asked for: more than are made until it is aborted."""
-START_S = 300
 PROMPTS = [prompt("gpu path", i // 3) + prompt("end", i)[:90] for i in range(12)]
 """Some 300 tokens each; three after each other begin with the same 200."""
 ARGS = ("--max-model-len", "1024", "--num-gpu-blocks-override", "72")
@@ -84,7 +83,7 @@ def serving(
     extra = config["kv_connector_extra_config"]
     classes = [each["kv_connector"] for each in extra["connectors"]]
     config = {**config, "kv_load_failure_policy": "recompute"}
-    with serve(model, folder, config, *ARGS, *args, env=env, timeout=START_S, launch=SPAWNING, **more) as server:
+    with serve(model, folder, config, *ARGS, *args, env=env, is_spawned=True, **more) as server:
         served = Served(server, counts, dict(zip(extra["kvobs"]["names"], classes, strict=True)))
         assert len(served.lines("scheduler")) == 1, "without async scheduling"
         assert "Using V2 Model Runner" in server.log.read_text()

@@ -21,7 +21,7 @@ def test_answers_and_counts_of_two_ranks_are_right(
 ) -> None:
     is_pipeline = connectors == "host, disk"  # ranks that share layers would overwrite each other's files of them
     entries = [host_memory(), files(tmp_path / "disk")][: 1 + is_pipeline]
-    more: dict[str, Any] = {} if is_pipeline else {"tensor_parallel": 2}
+    more: dict[str, Any] = {} if is_pipeline else {"ranks": 2}
     args = ("--pipeline-parallel-size", "2") if is_pipeline else ()
     config = multi_connector(*entries, names=["near", "far"][: len(entries)])
     with serving(model, tmp_path, config, *args, env=BOTH_RANKS_ON_ONE_CORE, **more) as served:
