@@ -1,11 +1,14 @@
-"""What all tests share: quiet vLLM, no hub, and a clean slate for what kvobs says once."""
+"""What all tests share: quiet vLLM, no hub, a clean slate for what kvobs says once, and real engines."""
+
+from __future__ import annotations
 
 import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 # `make test &` in a script: a shell has such a command ignore Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -31,7 +34,11 @@ from tests.support.contained import contain
 
 # With pytest-xdist this is read by a process that runs no test, too: it need not import vLLM for ten seconds.
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvobs.testing import Script
+    from kvobs.testing.server import Server
+    from tests.engine.serving import ServedEngine
 
 # They assert for several tests.
 pytest.register_assert_rewrite("tests.engine.metered", "tests.engine.readings", "tests.support.rig")
@@ -43,6 +50,25 @@ settings.load_profile("kvobs")
 layout.CALLS = 1024
 # One that lives for 20 s would start a real exporter, at a port that other tests look at.
 starter.AUTO_AFTER_S = float("inf")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the model of real engines."""
+    from kvobs.testing.model import make_model
+
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def served_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> ServedEngine:
+    """Return what runs a real engine inside a `with` block: `served_engine(config, *arguments, ranks=2)`."""
+    from tests.engine.serving import serve
+
+    def served(config: Any, *args: str, folder: Path | None = None, **more: Any) -> AbstractContextManager[Server]:
+        return serve(model, folder or tmp_path_factory.mktemp("engine"), config, *args, **more)
+
+    return served
 
 
 @pytest.fixture(autouse=True)
@@ -83,14 +109,14 @@ def hasty_threads() -> Iterator[None]:
 
 
 @pytest.fixture
-def a() -> "Script":
+def a() -> Script:
     from kvobs.testing import Script
 
     return Script("a")
 
 
 @pytest.fixture
-def b() -> "Script":
+def b() -> Script:
     from kvobs.testing import Script
 
     return Script("b")

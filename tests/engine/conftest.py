@@ -1,4 +1,4 @@
-"""The model of all tests on real servers, and the port of exporters that start by themselves."""
+"""The folder of a module's server, and the port of exporters that start without being asked to."""
 
 import fcntl
 import tempfile
@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvobs.testing.model import make_model
 from tests.engine.exported import PORT
 from tests.engine.serving import eventually, listens
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from itertools import count
 from pathlib import Path
@@ -26,7 +27,7 @@ from kvobs.demo.run import host_memory, multi_connector
 from kvobs.testing.model import NAME, make_model
 from kvobs.testing.server import HOST, Server, group_members, parse_metrics
 from kvobs.vllm_api.proc import stat
-from tests.engine.serving import eventually, of_tests, prompt, serve, stock
+from tests.engine.serving import ServedEngine, eventually, of_tests, prompt, serve, stock
 
 CLIENTS = 2  # of each kind
 SHORT, LONG = 40, 1500  # tokens of an answer
@@ -195,12 +196,12 @@ class Scraper:
         return self.counts[-1]
 
 
-def run(case: Case, router: str, model: Path, folder: Path) -> Ending:
+def run(case: Case, router: str, served_engine: ServedEngine) -> Ending:
     """Let a server under load end; ``router`` is "kvobs" or "stock"."""
     config = multi_connector(of_tests("SteeredConnector", plan=case.plan), host_memory(), names=["steered", "cpu"])
     config = config if router == "kvobs" else stock(config)
     shared_before = set(os.listdir(SHARED_MEMORY))
-    with serve(model, folder, config, *case.args, ranks=case.ranks, is_spawned=True) as server:
+    with served_engine(config, *case.args, ranks=case.ranks, is_spawned=True) as server:
         process: Any = server.process
         scratch: Any = server.scratch
         server.complete(prompt("first"), SHORT)  # torch compiles with it, for longer than a client waits
@@ -262,7 +263,8 @@ def main(names: list[str]) -> int:
         folder = Path(name)
         model = make_model(folder / "model")
         for case in [case for case in CASES.values() if case.name.startswith(tuple(names or [""]))]:
-            endings = {router: run(case, router, model, folder / router) for router in ("stock", "kvobs")}
+            engines = {router: partial(serve, model, folder / router) for router in ("stock", "kvobs")}
+            endings = {router: run(case, router, engine) for router, engine in engines.items()}
             print(f"{case.name}", *(f"  {router:6} {ending}" for router, ending in endings.items()), sep="\n")
             is_same = endings["stock"].comparable(case) == endings["kvobs"].comparable(case)
             different += not is_same

@@ -6,12 +6,11 @@ Each worker of NIXL spins on a core, even while nothing is to do: whoever has a 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvobs.demo.run import entry, multi_connector
 from kvobs.testing.server import Completion, Server, claim_port, cores
-from tests.engine.serving import TOKENS, serve
+from tests.engine.serving import TOKENS, ServedEngine
 
 # NIXL's own four threads spin too, and so do all other transports of UCX: on two cores handshakes then take seconds.
 NIXL = {**entry("NixlConnector", num_threads=0), "kv_buffer_device": "cpu"}
@@ -32,8 +31,7 @@ class Pair:
 
 @contextmanager
 def pair(
-    model: Path,
-    folder: Path,
+    served_engine: ServedEngine,
     *args: str,
     nixl: Mapping[str, Any] = NIXL,
     kvobs: Mapping[str, Any] | None = None,
@@ -41,17 +39,14 @@ def pair(
     roles: tuple[str, str] = ("kv_both", "kv_both"),
     **more: Any,
 ) -> Iterator[Pair]:
-    """Run both, with these options of kvobs, variables and arguments of `vllm serve`, each with a core for its worker.
-
-    Their logs are in the folders `prefill` and `decode`.
-    """
+    """Run both, with these options of kvobs, variables and arguments, each with a core for its worker."""
     one, other = (
         (routed(nixl, role, kvobs), {**side_channel(), "VLLM_CPU_OMP_THREADS_BIND": str(core), **(env or {})})
         for role, core in zip(roles, cores(2), strict=True)
     )
     with (
-        serve(model, folder / "prefill", one[0], *args, env=one[1], **more) as prefill,
-        serve(model, folder / "decode", other[0], *args, env=other[1], **more) as decode,
+        served_engine(one[0], *args, env=one[1], **more) as prefill,
+        served_engine(other[0], *args, env=other[1], **more) as decode,
     ):
         yield Pair(prefill, decode)
 

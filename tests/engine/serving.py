@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ BOTH_RANKS_ON_ONE_CORE = on_one_core(2)
 """While a transfer is pending vLLM's workers spin: on all of two cores, the server and the test may get no CPU for
 seconds (Linux 6.18), and what is to happen during the transfer happens after it. `serve` leaves that core to them."""
 
+ServedEngine = Callable[..., AbstractContextManager[Server]]
+"""The fixture `served_engine`: `serve` with the tests' model, and a folder for each engine if none is given."""
 START_S = 500
 """For a server to come up; more than any needs, with ranks that Ray starts on a machine that others share."""
 
@@ -53,6 +55,8 @@ def serve(
     **more: Any,
 ) -> Iterator[Server]:
     """Run a server that can import the tests' connectors; a test that fails prints what the server said last.
+
+    Tests get it from the fixture `served_engine`; other programs call it.
 
     Args:
         model: Folder of the model.

@@ -3,19 +3,18 @@
 The other cases, and both side by side: ``python -m tests.engine.endings``.
 """
 
-from pathlib import Path
-
 import pytest
 
 from tests.engine.endings import CASES, run
+from tests.engine.serving import ServedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-def test_killed_it_ends_as_stock_leaving_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_it_ends_as_stock_leaving_nothing(served_engine: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """With vLLM 0.32 and its own MultiConnector requests in flight get HTTP 500; the server's exit status is 0."""
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, kvobs raises its own faults on
-    ending = run(CASES["kill -9 of EngineCore"], "kvobs", model, tmp_path)
+    ending = run(CASES["kill -9 of EngineCore"], "kvobs", served_engine)
     assert (ending.exit_code, set(ending.in_flight), ending.processes) == (0, {"HTTP 500"}, ())
     assert ending.seconds < 15
     assert ending.metrics <= {"HTTP 200", "hung up on", "refused"}

@@ -23,16 +23,16 @@ from kvobs.vllm_api.proc import start_time, stat
 from tests.engine import metered
 from tests.engine.exported import OPENMETRICS, PORT, SHOWN_BY_NONE, Exported, with_exporter
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
-from tests.engine.serving import ask_all, eventually, importing_tests, prompt, serve
+from tests.engine.serving import ServedEngine, ask_all, eventually, importing_tests, prompt
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, folder: Path) -> Iterator[Any]:
+def server(served_engine: ServedEngine, folder: Path) -> Iterator[Any]:
     config = metered.configuration(metered.counting_entry(folder), host_memory(), names=["steered", "cpu"])
     config, port = with_exporter(config)
-    with serve(model, folder, config, ranks=2, is_spawned=True) as server:
+    with served_engine(config, ranks=2, is_spawned=True) as server:
         exported = Exported(server, port)
         metered.ask(exported, prompt("warm"))  # type: ignore[arg-type]
         exported.until_up()
@@ -102,14 +102,14 @@ def test_after_kill_9_the_last_numbers_are_served_to_the_end(server: Any) -> Non
     assert eventually(lambda: not any(start_time(p) for p in workers))
 
 
-def test_api_servers_share_an_exporter_with_spans_and_exemplars(model: Path, tmp_path: Path) -> None:
+def test_api_servers_share_an_exporter_with_spans_and_exemplars(served_engine: ServedEngine, tmp_path: Path) -> None:
     config, port = with_exporter(
         metered.configuration(metered.counting_entry(tmp_path), host_memory(), names=["steered", "cpu"])
     )
     with Collector() as collector:
         args = ("--api-server-count", "2", "--otlp-traces-endpoint", collector.endpoint)
         env = {**collector.env, "OTEL_BSP_SCHEDULE_DELAY": "300"}
-        with serve(model, tmp_path, config, *args, env=env) as plain:
+        with served_engine(config, *args, env=env) as plain:
             server: Any = Exported(plain, port)
             server.until_up()
             with Growth(server, connector="steered") as grown:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from kvobs.demo.run import host_memory, multi_connector
 from kvobs.testing.model import LAYERS
 from tests.engine.metered import BYTES_PER_TOKEN
 from tests.engine.readings import Growth
-from tests.engine.serving import ask_all, prompt, serve, total
+from tests.engine.serving import ServedEngine, ask_all, prompt, total
 
 pytestmark = pytest.mark.engine
 
@@ -19,7 +18,7 @@ WINDOW, BLOCK = 64, 32
 TYPES = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
 
 
-def test_a_hybrid_models_numbers_are_what_its_connector_moved(model: Path, tmp_path: Path) -> None:
+def test_a_hybrid_models_numbers_are_what_its_connector_moved(served_engine: ServedEngine) -> None:
     memory = host_memory()
     memory["kv_connector_extra_config"]["self_describing_kv_events"] = True
     args = {
@@ -28,7 +27,7 @@ def test_a_hybrid_models_numbers_are_what_its_connector_moved(model: Path, tmp_p
     }
     words = [word for option, value in args.items() for word in (option, json.dumps(value))]
     config = multi_connector(memory, names=["cpu"])
-    with serve(model, tmp_path, config, *words, "--no-disable-hybrid-kv-cache-manager") as server:
+    with served_engine(config, *words, "--no-disable-hybrid-kv-cache-manager") as server:
         texts = [prompt("hybrid", i) for i in range(12)]
         full_blocks = sum(len(text) // BLOCK * BLOCK for text in texts)
         with Growth(server, connector="cpu") as grown:

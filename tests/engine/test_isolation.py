@@ -15,7 +15,7 @@ from kvobs.testing.server import Server
 from kvobs.vllm_api.hooks import HOOKS, Side
 from tests.engine.connectors_failing import FAILING
 from tests.engine.metered import assert_promtool_finds_no_fault, configuration
-from tests.engine.serving import TOKENS, of_tests, prompt, serve, total
+from tests.engine.serving import TOKENS, ServedEngine, of_tests, prompt, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -31,10 +31,10 @@ def failing_entry(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, folder: Path) -> Iterator[Server]:
+def server(served_engine: ServedEngine, folder: Path) -> Iterator[Server]:
     config = configuration(*(failing_entry(name, folder) for name in NAMES), host_memory(), names=[*NAMES, "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"best_effort": list(NAMES)}
-    with serve(model, folder, config, ranks=2) as server:
+    with served_engine(config, ranks=2) as server:
         yield server
 
 
@@ -89,7 +89,7 @@ def keep_busy(server: Server) -> None:
 def test_every_hook_in_turn(server: Server, folder: Path) -> None:
     """Five connectors at a time; half of the worker's hooks fail on one of the two ranks only."""
     expected = ask_all(server)
-    log = folder / "server.log"
+    log = server.log
     turns = [FAILING[i : i + len(NAMES)] for i in range(0, len(FAILING), len(NAMES))]
     seen: set[str] = set()
     for turn, hooks in enumerate(turns):

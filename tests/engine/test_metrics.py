@@ -20,7 +20,7 @@ from tests.engine.readings import (
     assert_right_while_a_call_hangs,
     kvobs_samples,
 )
-from tests.engine.serving import TOKENS, ask_all, eventually, hang_up, prompt, resident, serve, total
+from tests.engine.serving import TOKENS, ServedEngine, ask_all, eventually, hang_up, prompt, resident, total
 
 pytestmark = pytest.mark.engine
 
@@ -28,9 +28,9 @@ HANGS_MS = 8_000
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, folder: Path) -> Iterator[Server]:
+def server(served_engine: ServedEngine, folder: Path) -> Iterator[Server]:
     config = metered.configuration(metered.counting_entry(folder), host_memory(), names=["steered", "cpu"])
-    with serve(model, folder, config, ranks=2) as server:
+    with served_engine(config, ranks=2) as server:
         metered.ask(server, prompt("warm"))
         yield server
 
@@ -171,7 +171,7 @@ def test_unreported_transfer_is_named_and_keeps_only_its_blocks(server: Server, 
     assert grown("kvobs_stuck_transfers_total", rank="1") == grown("kvobs_stuck_transfers_total") == wanted
     assert after - before < 8 << 20
     assert server.complete(text, TOKENS).tokens == alone
-    noted = "".join(line for line in (folder / "server.log").read_text().splitlines() if "stuck: 1.5 s" in line)
+    noted = "".join(line for line in server.log.read_text().splitlines() if "stuck: 1.5 s" in line)
     for kind in ("load", "save"):
         assert re.search(
             rf"connector 'steered': {kind} of \d+ requests? \(.*\) is stuck: 1.5 s .*no report from rank 1\.", noted

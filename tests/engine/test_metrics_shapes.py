@@ -14,18 +14,18 @@ from kvobs.export.starter import AUTO_AFTER_S
 from tests.engine import metered
 from tests.engine.exported import PORT, SHOWN_BY_NONE, by_itself
 from tests.engine.readings import Growth, assert_every_call_is_counted, kvobs_samples
-from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ask_all, eventually, hit, prompt, serve
+from tests.engine.serving import BOTH_RANKS_ON_ONE_CORE, ServedEngine, ask_all, eventually, hit, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("_default_port")]
 
 
-def test_with_two_api_servers_an_exporter_has_the_numbers(model: Path, tmp_path: Path) -> None:
+def test_with_two_api_servers_an_exporter_has_the_numbers(served_engine: ServedEngine, tmp_path: Path) -> None:
     """The engine starts it: each of them shows files of prometheus_client only."""
     config = metered.configuration(
         metered.counting_entry(tmp_path), host_memory(), files(tmp_path / "disk"), names=["steered", "cpu", "disk"]
     )
     texts = [text + "." if len(text) % 32 == 1 else text for text in (prompt("file", i) for i in range(10))]
-    with serve(model, tmp_path, config, "--api-server-count", "2") as plain:
+    with served_engine(config, "--api-server-count", "2") as plain:
         server = by_itself(plain)
         with Growth(server, connector="steered") as grown:
             metered.ask_in_turn(server, 60)
@@ -50,11 +50,13 @@ def test_with_two_api_servers_an_exporter_has_the_numbers(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("api_servers", [1, 2])
-def test_data_parallel_engines_have_series_of_their_own(model: Path, tmp_path: Path, api_servers: int) -> None:
+def test_data_parallel_engines_have_series_of_their_own(
+    served_engine: ServedEngine, tmp_path: Path, api_servers: int
+) -> None:
     """By default there are as many API servers as engines, and the engine starts one exporter of both."""
     config = metered.configuration(metered.counting_entry(tmp_path), host_memory(), names=["steered", "cpu"])
     args = ("--data-parallel-size", "2", *(("--api-server-count", "1") if api_servers == 1 else ()))
-    with serve(model, tmp_path, config, *args, env=BOTH_RANKS_ON_ONE_CORE) as plain:
+    with served_engine(config, *args, env=BOTH_RANKS_ON_ONE_CORE) as plain:
         server = plain if api_servers == 1 else by_itself(plain)
         for engine, requests in (("0", 24), ("1", 40)):
             with Growth(server, connector="steered", engine=engine) as grown:
@@ -78,10 +80,10 @@ def top(port: int) -> dict[str, Any]:
     return dict(servers[0])
 
 
-def test_a_server_without_stats_has_metrics_at_an_exporter(model: Path, tmp_path: Path) -> None:
+def test_a_server_without_stats_has_metrics_at_an_exporter(served_engine: ServedEngine, tmp_path: Path) -> None:
     config = metered.configuration(metered.counting_entry(tmp_path), host_memory(), names=["steered", "cpu"])
     # Spawned: the port is on its command line.
-    with serve(model, tmp_path, config, "--disable-log-stats", is_spawned=True) as plain:
+    with served_engine(config, "--disable-log-stats", is_spawned=True) as plain:
         seen = top(plain.port)  # of an engine whose exporter has not started yet
         assert (seen["error"], [row["connector"] for row in seen["connectors"]]) == (None, ["steered", "cpu"])
         metered.ask_in_turn(plain, 40)
@@ -94,10 +96,10 @@ def test_a_server_without_stats_has_metrics_at_an_exporter(model: Path, tmp_path
     assert f"serves the metrics at http://127.0.0.1:{PORT}/metrics" in line
 
 
-def test_a_server_without_stats_and_exporter_warns_once(model: Path, tmp_path: Path) -> None:
+def test_a_server_without_stats_and_exporter_warns_once(served_engine: ServedEngine) -> None:
     config = multi_connector(host_memory(), names=["host"])
     config["kv_connector_extra_config"]["kvobs"]["exporter"] = None
-    with serve(model, tmp_path, config, "--disable-log-stats") as server:
+    with served_engine(config, "--disable-log-stats") as server:
         lines = re.compile(f".*are not exported: {SHOWN_BY_NONE}, and kvobs.exporter is null")
         assert eventually(lambda: bool(lines.search(server.log.read_text())), AUTO_AFTER_S + 30)
         (line,) = lines.findall(server.log.read_text())

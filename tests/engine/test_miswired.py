@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from kvobs.telemetry.transfers.first_requests import FIRST
 from kvobs.testing.server import Server, claim_port
 from tests.engine.pair import NIXL, Pair, hand_over, pair, routed, side_channel
 from tests.engine.readings import Growth
-from tests.engine.serving import TOKENS, prompt, serve
+from tests.engine.serving import TOKENS, ServedEngine, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -19,9 +18,8 @@ PAGE = "see docs/prefill-decode.md"
 
 
 @pytest.fixture(scope="module")
-def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder = tmp_path_factory.mktemp("pair")
-    with pair(model, folder, roles=("kv_producer", "kv_consumer")) as engines:
+def engines(served_engine: ServedEngine) -> Iterator[Pair]:
+    with pair(served_engine, roles=("kv_producer", "kv_consumer")) as engines:
         yield engines
 
 
@@ -59,8 +57,8 @@ def test_a_wrong_side_channel_port_fails_each_load_of_that_peer(engines: Pair) -
     assert grown("kvobs_loads_total", outcome="failed") == grown("kvobs_loads_total") == 1
 
 
-def test_a_proxy_that_drops_the_params_is_logged_once(model: Path, tmp_path: Path) -> None:
-    with serve(model, tmp_path, routed(NIXL, "kv_consumer"), env=side_channel()) as decode:
+def test_a_proxy_that_drops_the_params_is_logged_once(served_engine: ServedEngine) -> None:
+    with served_engine(routed(NIXL, "kv_consumer"), env=side_channel()) as decode:
         with Growth(decode, connector="nixl") as grown:
             compute(decode, "dropped", FIRST - 1)
             assert lines_of(decode) == []

@@ -4,7 +4,6 @@ NIXL's host buffers are in use, so that real blocks pass through the operation t
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from kvobs.testing.collector import Collector, ReceivedSpan
 from tests.engine.metered import BYTES_PER_TOKEN
 from tests.engine.pair import NIXL, Pair, hand_over, pair
 from tests.engine.readings import Growth
-from tests.engine.serving import TOKENS, eventually, prompt
+from tests.engine.serving import TOKENS, ServedEngine, eventually, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -29,10 +28,9 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def engines(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Pair]:
-    folder = tmp_path_factory.mktemp("pair")
+def engines(served_engine: ServedEngine, collector: Collector) -> Iterator[Pair]:
     args = ("--otlp-traces-endpoint", collector.endpoint)
-    with pair(model, folder, *args, nixl=BUFFERED, env=collector.env) as engines:
+    with pair(served_engine, *args, nixl=BUFFERED, env=collector.env) as engines:
         yield engines
 
 

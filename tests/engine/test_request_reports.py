@@ -9,7 +9,7 @@ import pytest
 
 from kvobs.demo.run import host_memory, multi_connector
 from kvobs.testing.server import Server
-from tests.engine.serving import TOKENS, eventually, of_tests, prompt, serve, total
+from tests.engine.serving import TOKENS, ServedEngine, eventually, of_tests, prompt, total
 
 pytestmark = pytest.mark.engine
 
@@ -22,11 +22,11 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, log: Path) -> Iterator[Server]:
+def server(served_engine: ServedEngine, log: Path) -> Iterator[Server]:
     config = multi_connector(of_tests("SteeredConnector"), host_memory(), names=["steered", "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"request_report": True, "request_log": str(log)}
     config["kv_load_failure_policy"] = "recompute"
-    with serve(model, log.parent, config) as server:
+    with served_engine(config) as server:
         server.complete(prompt("warm"), TOKENS)
         yield server
 
@@ -93,11 +93,11 @@ def test_after_a_rotation_no_line_is_lost(server: Server, log: Path) -> None:
     assert eventually(lambda: len((log.with_suffix(".1").read_text() + log.read_text()).splitlines()) == finished)
 
 
-def test_the_last_lines_are_written_when_vllm_stops_in_order(model: Path, tmp_path: Path) -> None:
+def test_the_last_lines_are_written_when_vllm_stops_in_order(served_engine: ServedEngine) -> None:
     """On stderr, without what vLLM puts before its own lines."""
     config = multi_connector(host_memory(), names=["cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"request_log": "stderr"}
-    with serve(model, tmp_path, config, "--shutdown-timeout", "20") as server:
+    with served_engine(config, "--shutdown-timeout", "20") as server:
         for i in range(5):
             server.complete(prompt("last", i), 2)
     found = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith('{"time"')]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 from prometheus_client.utils import floatToGoString
 
 from kvobs.demo.run import host_memory, multi_connector
 from tests.engine.metered import BYTES_PER_TOKEN
-from tests.engine.serving import eventually, serve, total
+from tests.engine.serving import ServedEngine, eventually, total
 
 pytestmark = pytest.mark.engine
 
@@ -32,9 +31,9 @@ def questions() -> list[str]:
 
 
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192])
-def test_a_connector_serves_what_the_curve_says_for_its_size(tokens: int, model: Path, tmp_path: Path) -> None:
+def test_a_connector_serves_what_the_curve_says_for_its_size(tokens: int, served_engine: ServedEngine) -> None:
     config = multi_connector(host_memory(tokens * BYTES_PER_TOKEN), names=["cpu"])
-    with serve(model, tmp_path, config, "--no-enable-prefix-caching") as server:
+    with served_engine(config, "--no-enable-prefix-caching") as server:
         for question in questions():
             server.complete(question, 1)
         assert total(server, "kvobs_capacity_tokens") == tokens

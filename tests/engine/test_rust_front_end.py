@@ -3,7 +3,6 @@
 import json
 import os
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from kvobs.testing.model import NAME
 from kvobs.testing.server import Server
 from tests.contract.hosts import prepare
 from tests.engine.exported import PORT, SHOWN_BY_NONE, Exported, by_itself, with_exporter
-from tests.engine.serving import ROOT, eventually, prompt, serve, total
+from tests.engine.serving import ROOT, ServedEngine, eventually, prompt, total
 from tests.versions.engines import RUST_VERSION, overlay, rust_front_end
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]  # the front end is fetched within it
@@ -42,14 +41,14 @@ def rust() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("ranks", "requests"), [(1, {"0": 6}), (2, {"0": 6}), (1, {"0": 2, "1": 5})], ids=repr)
 def test_the_exporter_has_each_engines_numbers(
-    model: Path, tmp_path: Path, rust: dict[str, Any], ranks: int, requests: dict[str, int]
+    served_engine: ServedEngine, rust: dict[str, Any], ranks: int, requests: dict[str, int]
 ) -> None:
     config, port = with_exporter(multi_connector(host_memory(), names=["host"]))
     is_group = len(requests) > 1
     if is_group:  # vLLM 0.33 needs one memory node for each engine of a group
         rust["env"] = rust["env"] | {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
     args = ("--data-parallel-size", str(len(requests))) if is_group else ()
-    with serve(model, tmp_path, config, *args, **rust, ranks=ranks) as plain:
+    with served_engine(config, *args, **rust, ranks=ranks) as plain:
         server: Any = Exported(plain, port)
         server.until_up()
         for engine, count in requests.items():
@@ -78,8 +77,8 @@ def test_the_exporter_has_each_engines_numbers(
 
 
 @pytest.mark.usefixtures("_default_port")
-def test_the_exporter_starts_by_itself(model: Path, tmp_path: Path, rust: dict[str, Any]) -> None:
-    with serve(model, tmp_path, multi_connector(host_memory(), names=["host"]), **rust) as plain:
+def test_the_exporter_starts_by_itself(served_engine: ServedEngine, rust: dict[str, Any]) -> None:
+    with served_engine(multi_connector(host_memory(), names=["host"]), **rust) as plain:
         server = by_itself(plain)
         ask(plain, prompt("rust"))
         assert eventually(lambda: [s.value for s in server.metrics() if s.name == "kvobs_lookups_total"] == [1], 10)

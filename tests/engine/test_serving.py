@@ -11,18 +11,7 @@ import pytest
 from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.testing.server import Server, ServerError
 from tests.engine.metered import counting_entry
-from tests.engine.serving import (
-    TOKENS,
-    ask_all,
-    eventually,
-    hang_up,
-    hit,
-    of_tests,
-    prompt,
-    serve,
-    stock,
-    total,
-)
+from tests.engine.serving import TOKENS, ServedEngine, ask_all, eventually, hang_up, hit, of_tests, prompt, stock, total
 
 pytestmark = pytest.mark.engine
 
@@ -57,14 +46,14 @@ def run_plan(server: Server) -> dict[str, tuple[int, ...]]:
     return answers
 
 
-def test_answers_match_those_of_stock_and_of_no_connector(model: Path, tmp_path: Path) -> None:
+def test_answers_match_those_of_stock_and_of_no_connector(served_engine: ServedEngine, tmp_path: Path) -> None:
     """Greedy, float32, 240 answered requests and 96 aborts at concurrency 8, hits from both connectors."""
     config = multi_connector(host_memory(), files(tmp_path / "kvobs"), names=["cpu", "disk"])
-    with serve(model, tmp_path, None) as server:
+    with served_engine(None) as server:
         expected = run_plan(server)
-    with serve(model, tmp_path, stock(multi_connector(host_memory(), files(tmp_path / "stock")))) as server:
+    with served_engine(stock(multi_connector(host_memory(), files(tmp_path / "stock")))) as server:
         by_stock = run_plan(server)
-    with serve(model, tmp_path, config) as server:
+    with served_engine(config) as server:
         by_kvobs = run_plan(server)
         loaded = {name: total(server, "kvobs_load_tokens_total", connector=name) for name in ("cpu", "disk")}
         assert total(server, "kvobs_unexpected_reports_total") == 0
@@ -77,11 +66,11 @@ def test_answers_match_those_of_stock_and_of_no_connector(model: Path, tmp_path:
     assert min(loaded.values()) > 1000, loaded
 
 
-def test_connectors_that_crash_stock_run_here_with_their_series(model: Path, tmp_path: Path) -> None:
+def test_connectors_that_crash_stock_run_here_with_their_series(served_engine: ServedEngine, tmp_path: Path) -> None:
     """A connector by module path that returns stats, one with stats and no metrics, and two OffloadingConnectors."""
     entries = (counting_entry(tmp_path), of_tests("SilentStatsConnector", counts=str(tmp_path)))
     config = multi_connector(host_memory(), host_memory(), *entries, names=["near", "far"])
-    with serve(model, tmp_path, config) as server:
+    with served_engine(config) as server:
         ask_all(server, [prompt("stats", i) for i in range(20)])
         assert hit(server) > 0
         for name in ("near", "far"):
@@ -94,7 +83,7 @@ def test_connectors_that_crash_stock_run_here_with_their_series(model: Path, tmp
         assert connectors == {"near", "far", "CountingConnector", "SilentStatsConnector"}
 
 
-def test_reports_of_two_ranks_are_counted_as_connectors_state(model: Path, tmp_path: Path) -> None:
+def test_reports_of_two_ranks_are_counted_as_connectors_state(served_engine: ServedEngine) -> None:
     """Tensor parallel 2. W11: saves reported on rank 0 only. W20: an abort during a load beside a promised save."""
     config = multi_connector(
         of_tests("SteeredConnector", tag="loader"),
@@ -102,7 +91,7 @@ def test_reports_of_two_ranks_are_counted_as_connectors_state(model: Path, tmp_p
         host_memory(),
         names=["loader", "saver", "cpu"],
     )
-    with serve(model, tmp_path, config, ranks=2) as server:
+    with served_engine(config, ranks=2) as server:
 
         def ask(text: str, **steer: Any) -> tuple[int, ...]:
             return server.complete(text, TOKENS, kv_transfer_params={"steer": steer}).tokens
@@ -144,13 +133,13 @@ def test_reports_of_two_ranks_are_counted_as_connectors_state(model: Path, tmp_p
         assert ask(text) == expected
 
 
-def test_the_plugin_needs_no_key_at_all(model: Path, tmp_path: Path) -> None:
+def test_the_plugin_needs_no_key_at_all(served_engine: ServedEngine, tmp_path: Path) -> None:
     config = stock(multi_connector(host_memory(), files(tmp_path / "kv")))
-    with serve(model, tmp_path, config, env={"KVOBS_ENABLE": "1"}) as server:
+    with served_engine(config, env={"KVOBS_ENABLE": "1"}) as server:
         assert hit(server) > 0
 
 
-def test_nor_does_a_single_connector_need_one(model: Path, tmp_path: Path) -> None:
+def test_nor_does_a_single_connector_need_one(served_engine: ServedEngine) -> None:
     """It stores and loads as many bytes as alone."""
 
     def ask_twice(server: Server) -> tuple[Any, ...]:
@@ -162,9 +151,9 @@ def test_nor_does_a_single_connector_need_one(model: Path, tmp_path: Path) -> No
         assert eventually(lambda: total(server, "vllm:kv_offload_load_bytes_total") > 0)
         return first, *(total(server, f"vllm:kv_offload_{way}_bytes_total") for way in ("store", "load"))
 
-    with serve(model, tmp_path, host_memory()) as server:
+    with served_engine(host_memory()) as server:
         alone = ask_twice(server)
-    with serve(model, tmp_path, host_memory(), env={"KVOBS_ENABLE": "1"}) as server:
+    with served_engine(host_memory(), env={"KVOBS_ENABLE": "1"}) as server:
         assert ask_twice(server) == alone
         assert eventually(
             lambda: total(server, "kvobs_loads_total", connector="OffloadingConnector", outcome="ok") == 1
@@ -172,10 +161,10 @@ def test_nor_does_a_single_connector_need_one(model: Path, tmp_path: Path) -> No
         assert "kvobs routes to OffloadingConnector, the only connector" in server.log.read_text()
 
 
-def test_a_mistake_in_the_options_ends_the_start_with_its_path(model: Path, tmp_path: Path) -> None:
+def test_a_mistake_in_the_options_ends_the_start_with_its_path(served_engine: ServedEngine, tmp_path: Path) -> None:
     config = multi_connector(host_memory(), files(tmp_path / "kv"))
     config["kv_connector_extra_config"]["kvobs"] = {"load_policy": "best"}
     message = "kv_connector_extra_config.kvobs.load_policy: found 'best', allowed: 'first' or 'longest'"
-    with pytest.raises(ServerError, match=re.escape(message)), serve(model, tmp_path, config):
+    with pytest.raises(ServerError, match=re.escape(message)), served_engine(config, folder=tmp_path):
         pass
     assert message in (tmp_path / "server.log").read_text()

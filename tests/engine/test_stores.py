@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -12,7 +11,7 @@ from kvobs.demo.run import host_memory, multi_connector
 from kvobs.schema import signals
 from tests.engine.metered import BYTES_PER_TOKEN
 from tests.engine.published import Subscriber
-from tests.engine.serving import eventually, prompt, serve, total
+from tests.engine.serving import ServedEngine, eventually, prompt, total
 
 pytestmark = pytest.mark.engine
 
@@ -20,14 +19,14 @@ BLOCK, BLOCKS = 32, 24
 ROUNDS, PROMPTS = 2, 20
 
 
-def test_tokens_stored_and_evicted_are_those_of_the_events(model: Path, tmp_path: Path) -> None:
+def test_tokens_stored_and_evicted_are_those_of_the_events(served_engine: ServedEngine) -> None:
     """The subscriber keeps the set of hashes in the store: kvobs keeps numbers only."""
     memory = host_memory(BLOCKS * BLOCK * BYTES_PER_TOKEN)
     memory["kv_connector_extra_config"]["self_describing_kv_events"] = True
     config = multi_connector(memory, names=["cpu"])
     with Subscriber() as published:
         words = ("--kv-events-config", json.dumps(published.options), "--block-size", str(BLOCK))
-        with serve(model, tmp_path, config, *words) as server:
+        with served_engine(config, *words) as server:
             for round_number in range(ROUNDS):
                 for i in range(PROMPTS):
                     server.complete(prompt("stores", i), 1)

@@ -12,7 +12,7 @@ import pytest
 from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.export.numbers import PROMPT_TOKENS
 from kvobs.testing.server import Server
-from tests.engine.serving import TOKENS, prompt, serve, total
+from tests.engine.serving import TOKENS, ServedEngine, prompt, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -48,11 +48,11 @@ def counted(server: Server) -> dict[str, dict[str, float]]:
     return found | {"": {words: total(server, PROMPT_TOKENS, source=source) for words, source in SOURCES.items()}}
 
 
-def test_a_summary_counts_what_was_asked_while_its_command_ran(model: Path, tmp_path: Path) -> None:
+def test_a_summary_counts_what_was_asked_while_its_command_ran(served_engine: ServedEngine, tmp_path: Path) -> None:
     config, saved = multi_connector(host_memory(), files(tmp_path / "disk")), tmp_path / "a.json"
     prompts = [prompt("summary", i) for i in range(6)]
     # Its command line has the port, by which vLLM's own metrics are found.
-    with serve(model, tmp_path, config, is_spawned=True) as server:
+    with served_engine(config, is_spawned=True) as server:
         for text in prompts:
             server.complete(text, TOKENS)
         server.reset_prefix_cache()

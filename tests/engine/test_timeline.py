@@ -15,7 +15,7 @@ from kvobs.demo.run import host_memory, multi_connector
 from kvobs.page import files
 from kvobs.testing.server import group_members
 from tests.engine.endings import kill
-from tests.engine.serving import TOKENS, eventually, hang_up, of_tests, prompt, serve
+from tests.engine.serving import TOKENS, ServedEngine, eventually, hang_up, of_tests, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -37,14 +37,14 @@ def shown(*arguments: object) -> str:
 
 
 def test_a_killed_server_leaves_the_last_calls(
-    model: Path, tmp_path: Path, linked: Path, monkeypatch: pytest.MonkeyPatch
+    served_engine: ServedEngine, tmp_path: Path, linked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, kvobs raises its own faults on
     config, trace = (
         multi_connector(of_tests("SteeredConnector"), host_memory(), names=["steered", "cpu"]),
         tmp_path / "t",
     )
-    with serve(model, tmp_path, config, ranks=2) as server:
+    with served_engine(config, ranks=2) as server:
         assert server.process is not None
         for pid in group_members(server.process.pid):
             for page in files.folder().glob(f"*-{pid}{files.SUFFIX}"):

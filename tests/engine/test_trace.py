@@ -11,7 +11,7 @@ import pytest
 
 from kvobs.demo.host_offload import SLOW_S
 from kvobs.demo.run import FAULTS, with_fault
-from tests.engine.serving import TOKENS, eventually, prompt, serve, total
+from tests.engine.serving import TOKENS, ServedEngine, eventually, prompt, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -27,11 +27,11 @@ def traced(*arguments: str) -> list[dict[str, Any]]:
 
 
 def test_a_slow_load_of_an_unsampled_request_is_shown_whole(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served_engine: ServedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, kvobs raises its own faults on
     text, mine = prompt("slow"), "slow-load-of-mine"
-    with serve(model, tmp_path, with_fault(FAULTS["slow-connector"], tmp_path)) as server:
+    with served_engine(with_fault(FAULTS["slow-connector"], tmp_path)) as server:
         server.complete(text, TOKENS)
         server.reset_prefix_cache()
         begin = time.time()

@@ -19,7 +19,7 @@ from tests.engine.connectors import SPAN as OF_CONNECTOR
 from tests.engine.metered import ASYNC, SYNC, configuration
 from tests.engine.prometheus import scraping
 from tests.engine.readings import Growth
-from tests.engine.serving import TOKENS, ask_all, eventually, of_tests, prompt, serve, total
+from tests.engine.serving import TOKENS, ServedEngine, ask_all, eventually, of_tests, prompt, total
 from tests.support.grpc_collector import GrpcCollector
 
 pytestmark = pytest.mark.engine
@@ -83,13 +83,12 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Server]:
+def server(served_engine: ServedEngine, collector: Collector) -> Iterator[Server]:
     """Two ranks; of the traces that begin here one in a hundred is sampled, the clients' as they say."""
     args = ("--otlp-traces-endpoint", collector.endpoint)
     env = {**collector.env, **sampled(0.01), "OTEL_SERVICE_NAME": "kv-under-test"}
     env["OTEL_BSP_SCHEDULE_DELAY"] = "500"  # vLLM's own exporters would take 5 s
-    folder = tmp_path_factory.mktemp("traced")
-    with serve(model, folder, traced("TracingConnector", propagate=True), *args, ranks=2, env=env) as server:
+    with served_engine(traced("TracingConnector", propagate=True), *args, ranks=2, env=env) as server:
         ask(server, prompt("warm"), headers=traceparent("00"))
         yield server
 

@@ -1,4 +1,4 @@
-"""What the tests of this path share: their mark, the model, and the answers that all cells must give."""
+"""What the tests of this path share: their mark, and the answers that all cells must give."""
 
 import fcntl
 import json
@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.engine.conftest import model
 from tests.gpu_path.cells import Cell, Found
 from tests.gpu_path.scenarios import SCENARIOS
-
-__all__ = ["model"]
 
 
 class ByCell(LoadScopeScheduling):

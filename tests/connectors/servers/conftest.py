@@ -1,14 +1,12 @@
-"""What the tests with real stores share: the model, and the answers of an engine without any connector."""
+"""What the tests with real stores share: the answers of an engine without any connector."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from kvobs.testing.model import make_model
 from tests.connectors.servers.traffic import LONG, PROMPTS, SMALL_CACHE, Answers, ask_all
-from tests.engine.serving import serve
+from tests.engine.serving import ServedEngine
 
 pytest.register_assert_rewrite("tests.connectors.servers.stores")
 
@@ -28,14 +26,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def expected(served_engine: ServedEngine) -> Answers:
     """Answers by prompt, without a connector."""
-    with serve(model, tmp_path_factory.mktemp("plain"), None, *SMALL_CACHE) as server:
+    with served_engine(None, *SMALL_CACHE) as server:
         answers = ask_all(server, [*PROMPTS, *LONG])
         assert [one.error for one in answers if one.error] == []
         assert [one.tokens for one in ask_all(server, [*PROMPTS, *LONG])] == [one.tokens for one in answers]
