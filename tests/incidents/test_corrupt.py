@@ -7,7 +7,7 @@ import pytest
 from kvobs.demo.run import host_memory
 from tests.engine.exported import with_exporter
 from tests.engine.metered import configuration
-from tests.engine.serving import prompt, serve
+from tests.engine.serving import ServedEngine, prompt
 from tests.incidents.known import CORRUPT
 from tests.incidents.watching import watched
 
@@ -16,14 +16,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 PROMPTS = 4
 
 
-def test_wrong_bytes_are_seen(model: Path, tmp_path: Path) -> None:
+def test_wrong_bytes_are_seen(served_engine: ServedEngine, tmp_path: Path) -> None:
     remote, trigger = host_memory(), tmp_path / "trigger"
     more = {"spec_name": "ShiftingSpec", "spec_module_path": "tests.incidents.faulty", "trigger": str(trigger)}
     remote["kv_connector_extra_config"] |= more
     config = configuration(remote, host_memory(), names=["remote", "cpu"])
     config["kv_connector_extra_config"]["kvobs"] |= {"verify": {"sample_ratio": 1.0}}
     config, port = with_exporter(config)
-    with serve(model, tmp_path, config, ranks=2) as server:
+    with served_engine(config, ranks=2) as server:
         for number in range(PROMPTS):
             server.complete(prompt("incident", number), 2)
         for is_wrong in (False, True):

@@ -17,7 +17,7 @@ from kvobs.testing.server import Server
 from tests.engine.exported import with_exporter
 from tests.engine.hosts import on_two_hosts
 from tests.engine.metered import configuration
-from tests.engine.serving import eventually, prompt, serve, total
+from tests.engine.serving import ServedEngine, eventually, prompt, total
 from tests.incidents.beginning import begin, faulty
 from tests.incidents.known import FAULTY, LOOKUP, OTHER_HOST, PAUSES, STOPPED_S, Incident
 from tests.incidents.watching import PATIENCE_S, watched
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 @contextmanager
 def engine(
-    model: Path, folder: Path, rank: int | None, *, exporter: bool = True, **options: Any
+    served_engine: ServedEngine, folder: Path, rank: int | None, *, exporter: bool = True, **options: Any
 ) -> Iterator[tuple[Server, int]]:
     """Run an engine whose connector `remote` has a fault once there is a file `trigger`; yield the exporter's port.
 
@@ -38,15 +38,15 @@ def engine(
     port = 0
     if exporter:
         config, port = with_exporter(config)
-    with serve(model, folder, config, ranks=1 if rank is None else 2) as server:
+    with served_engine(config, ranks=1 if rank is None else 2) as server:
         yield server, port
 
 
 @pytest.mark.parametrize("incident", FAULTY, ids=lambda incident: incident.title)
-def test_incident_is_seen(incident: Incident, model: Path, tmp_path: Path) -> None:
+def test_incident_is_seen(incident: Incident, served_engine: ServedEngine, tmp_path: Path) -> None:
     assert incident.fault
     hook, fault, rank = incident.fault
-    with engine(model, tmp_path, rank) as (server, port):
+    with engine(served_engine, tmp_path, rank) as (server, port):
         if "first" not in incident.title:
             server.complete(prompt("warm"), 2)
         with watched(server, port, tmp_path) as watch:
@@ -58,10 +58,10 @@ def test_incident_is_seen(incident: Incident, model: Path, tmp_path: Path) -> No
                 assert watch.exported.health()["processes"][where] == f"{hook} of remote"
 
 
-def test_nobody_is_named_for_a_process_that_does_not_run(model: Path, tmp_path: Path) -> None:
+def test_nobody_is_named_for_a_process_that_does_not_run(served_engine: ServedEngine, tmp_path: Path) -> None:
     """The connector that is called then is isolated, so that it could go into quarantine."""
     with (
-        engine(model, tmp_path, None, best_effort=["remote"]) as (server, port),
+        engine(served_engine, tmp_path, None, best_effort=["remote"]) as (server, port),
         watched(server, port, tmp_path) as watch,
     ):
         server.complete(prompt("warm"), 2)
@@ -94,20 +94,20 @@ def test_incident_on_another_host_is_seen_there(incident: Incident, model: Path,
             watch.sees(incident)
 
 
-def logged(folder: Path, words: str) -> bool:
-    return words in (folder / "server.log").read_text(errors="replace")
+def logged(server: Server, words: str) -> bool:
+    return words in server.log.read_text(errors="replace")
 
 
-def test_the_api_server_shows_a_hang_too(model: Path, tmp_path: Path) -> None:
-    with engine(model, tmp_path, None, exporter=False) as (server, _):
+def test_the_api_server_shows_a_hang_too(served_engine: ServedEngine, tmp_path: Path) -> None:
+    with engine(served_engine, tmp_path, None, exporter=False) as (server, _):
         begin(server, tmp_path, LOOKUP, "holds the GIL")
         call = {"connector": "remote", "hook": LOOKUP, "rank": "scheduler"}
         assert eventually(lambda: total(server, "kvobs_call_in_progress_seconds", **call) > 0, PATIENCE_S)
-        assert eventually(lambda: logged(tmp_path, f"connector 'remote' has been in {LOOKUP} on scheduler"), PATIENCE_S)
+        assert eventually(lambda: logged(server, f"connector 'remote' has been in {LOOKUP} on scheduler"), PATIENCE_S)
 
 
-def test_the_api_server_logs_an_end_that_left_no_last_words(model: Path, tmp_path: Path) -> None:
-    with engine(model, tmp_path, None, exporter=False) as (server, _):
+def test_the_api_server_logs_an_end_that_left_no_last_words(served_engine: ServedEngine, tmp_path: Path) -> None:
+    with engine(served_engine, tmp_path, None, exporter=False) as (server, _):
         begin(server, tmp_path, LOOKUP, "exits")
         line = f"the engine has ended in {LOOKUP} of connector 'remote' on scheduler: "
-        assert eventually(lambda: logged(tmp_path, line), 60)
+        assert eventually(lambda: logged(server, line), 60)

@@ -15,7 +15,7 @@ from tests.connectors.servers.stores import lmcache_entry, lmcache_server, runni
 from tests.connectors.servers.traffic import SMALL_CACHE
 from tests.engine.exported import with_exporter
 from tests.engine.metered import configuration
-from tests.engine.serving import eventually, prompt, serve
+from tests.engine.serving import ServedEngine, eventually, prompt
 from tests.incidents.known import LMCACHE
 from tests.incidents.watching import watched
 
@@ -27,13 +27,13 @@ WAITS_S = 120
 """How long LMCache waits for an answer: 300 s by default."""
 
 
-def test_its_server_is_killed_under_load(model: Path, tmp_path: Path) -> None:
+def test_its_server_is_killed_under_load(served_engine: ServedEngine, tmp_path: Path) -> None:
     """There is always a long prompt in the middle of being computed, whose chunks are saved one after the other."""
     with running(lmcache_server(tmp_path)) as store:
         entry = lmcache_entry(store, mq_timeout=WAITS_S, heartbeat_interval=WAITS_S)
         config, port = with_exporter(configuration(host_memory(), entry, names=["cpu", "remote"]))
         is_settled = threading.Event()
-        with serve(model, tmp_path, config, *SMALL_CACHE, packages=["lmcache"], is_spawned=True) as server:
+        with served_engine(config, *SMALL_CACHE, packages=["lmcache"], is_spawned=True) as server:
 
             def ask(first: int) -> None:
                 for number in itertools.count(first, CLIENTS):

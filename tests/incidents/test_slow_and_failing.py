@@ -19,7 +19,7 @@ from kvobs.demo.run import host_memory
 from kvobs.testing.server import Server, ServerError
 from tests.engine.exported import with_exporter
 from tests.engine.metered import ask, configuration
-from tests.engine.serving import eventually, of_tests, prompt, serve
+from tests.engine.serving import ServedEngine, eventually, of_tests, prompt
 from tests.incidents.alerts import Recorded
 from tests.incidents.known import AFTER_A_RESTART, LOADS, NOT_RESUMED, ORDERS, SYNC, SYNC_AGAIN, Incident
 from tests.incidents.watching import Watched, watched
@@ -66,12 +66,12 @@ def fill_blocks(server: Server, watch: Watched) -> None:
     assert eventually(lambda: watch.prometheus.value(IN_FLIGHT.format("awaiting_schedule")) == 1)
 
 
-def test_each_is_seen_in_its_turn(model: Path, tmp_path: Path) -> None:
+def test_each_is_seen_in_its_turn(served_engine: ServedEngine, tmp_path: Path) -> None:
     config, port = with_exporter(configuration(host_memory(), of_tests("SteeredConnector"), names=["cpu", "remote"]))
     lives = ((), 2), (FEW_BLOCKS, 1)
     recorded: dict[Incident, Recorded] = {}
     for (args, ranks), orders in zip(lives, (ORDERS, AFTER_A_RESTART), strict=True):
-        with serve(model, tmp_path, config, *args, ranks=ranks) as server:
+        with served_engine(config, *args, ranks=ranks) as server:
             ask(server, prompt("warm"), WELL if orders is ORDERS else {})
             with watched(server, port, tmp_path) as watch:
                 for incident, steer in orders.items():

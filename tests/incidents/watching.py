@@ -141,4 +141,4 @@ def watched(server: Server, port: int, folder: Path, *others: int, log: Path | N
     jobs = JOBS.format(host=HOST, exporters=exporters, server=server.port)
     with scraping(Path(mkdtemp(dir=folder)), jobs) as prometheus:  # which knows nothing of an earlier life
         assert eventually(lambda: prometheus.value("sum(up)") == 1 + len(exporters))
-        yield Watched(server, port, prometheus, log or folder / "server.log")
+        yield Watched(server, port, prometheus, log or server.log)
