@@ -14,7 +14,7 @@ from kvobs.testing.server import Server, ServerError
 from tests.connectors.servers import stores
 from tests.connectors.servers.stores import Store, running
 from tests.connectors.servers.traffic import SMALL_CACHE
-from tests.engine.serving import eventually, serve, total
+from tests.engine.serving import ServedEngine, eventually, total
 
 STORE = "store"
 """The name of the connector in front of the store."""
@@ -64,17 +64,26 @@ class Served:
 
 
 @contextmanager
-def served(model: Path, folder: Path, kind: Kind, *, is_best_effort: bool, **more: Any) -> Iterator[Served]:
+def served(
+    served_engine: ServedEngine, folder: Path, kind: Kind, *, is_best_effort: bool, **more: Any
+) -> Iterator[Served]:
     with (
         running(kind.server(folder)) as store,
-        serving(model, folder, store, kind, is_best_effort=is_best_effort, **more) as engine,
+        serving(served_engine, folder, store, kind, is_best_effort=is_best_effort, **more) as engine,
     ):
         yield engine
 
 
 @contextmanager
 def serving(
-    model: Path, folder: Path, store: Store, kind: Kind, *, is_best_effort: bool, ranks: int = 1, **entry: Any
+    served_engine: ServedEngine,
+    folder: Path,
+    store: Store,
+    kind: Kind,
+    *,
+    is_best_effort: bool,
+    ranks: int = 1,
+    **entry: Any,
 ) -> Iterator[Served]:
     """Run an engine that uses a store, which runs or not, and verifies all that it loads."""
     config = multi_connector(kind.entry(store, **entry), host_memory(), names=[STORE, "host"])
@@ -83,7 +92,7 @@ def serving(
     if is_best_effort:
         config["kv_connector_extra_config"]["kvobs"] |= {"best_effort": [STORE]}
     more: dict[str, Any] = {"env": kind.env(store, folder), "packages": [kind.name], "is_spawned": kind.is_spawned}
-    with serve(model, folder, config, *SMALL_CACHE, ranks=ranks, **more) as server:
+    with served_engine(config, *SMALL_CACHE, ranks=ranks, **more) as server:
         yield Served(kind, store, server, is_best_effort)
 
 

@@ -27,7 +27,7 @@ from tests.connectors.servers.served import LMCACHE, MOONCAKE, STORE, Kind, serv
 from tests.connectors.servers.stores import CHUNK, Store, lmcache_server
 from tests.engine.prometheus import Prometheus, expression, scraping
 from tests.engine.readings import Growth
-from tests.engine.serving import eventually, importing_tests, prompt
+from tests.engine.serving import ServedEngine, eventually, importing_tests, prompt
 
 pytestmark = [pytest.mark.connectors, pytest.mark.timeout(1200)]  # engines and stores are started within it
 
@@ -177,10 +177,10 @@ def is_alerted(prometheus: Prometheus, ranks: set[str]) -> bool:
 
 
 @pytest.mark.parametrize("connector", KINDS)
-def test_every_wrong_block_is_found(connector: str, model: Path, tmp_path: Path) -> None:
+def test_every_wrong_block_is_found(connector: str, served_engine: ServedEngine, tmp_path: Path) -> None:
     (kind, objects_of), late = KINDS[connector], tmp_path / "late"
     options = {"cls": "LateMooncakeStore", "late": str(late)} if kind is MOONCAKE else {}
-    with served(model, tmp_path, kind, is_best_effort=False, ranks=len(RANKS), **options) as engine:
+    with served(served_engine, tmp_path, kind, is_best_effort=False, ranks=len(RANKS), **options) as engine:
         server, objects = engine.server, objects_of(engine.store, tmp_path)
         jobs = f"scrape_configs: [{{job_name: vllm, static_configs: [{{targets: ['{HOST}:{server.port}']}}]}}]"
         with scraping(Path(mkdtemp(dir=tmp_path)), jobs) as prometheus:

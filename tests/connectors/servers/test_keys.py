@@ -14,7 +14,7 @@ from tests.connectors.servers import traffic
 from tests.connectors.servers.served import MOONCAKE, Served, served, until_loads_grow
 from tests.connectors.servers.stores import KEYS
 from tests.connectors.servers.traffic import Answers
-from tests.engine.serving import eventually
+from tests.engine.serving import ServedEngine, eventually
 
 pytestmark = [pytest.mark.connectors, pytest.mark.timeout(1200)]  # engines and stores are started within it
 
@@ -29,9 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, folder: Path) -> Iterator[Served]:
+def engine(served_engine: ServedEngine, folder: Path) -> Iterator[Served]:
     options = {"cls": "FlakyMooncakeStore", "fail_once": str(folder / "fail-once")}
-    with served(model, folder, MOONCAKE, is_best_effort=True, **options) as engine:
+    with served(served_engine, folder, MOONCAKE, is_best_effort=True, **options) as engine:
         yield engine
 
 

@@ -10,10 +10,9 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from tests.connectors.servers import traffic
 from tests.connectors.servers.served import blocks_are_free, is_idle
 from tests.connectors.servers.stores import mooncake_entry
 from tests.connectors.servers.traffic import PROMPTS, REQUESTS, SMALL_CACHE, TOKENS, Answers
-from tests.engine.serving import eventually, serve, total
+from tests.engine.serving import ServedEngine, eventually, total
 
 pytestmark = [pytest.mark.connectors, pytest.mark.timeout(1200)]  # engines and stores are started within it
 
@@ -44,8 +43,7 @@ class Pair:
     engine_id: str
 
 
-@contextmanager
-def one_of(model: Path, folder: Path, role: str, core: int, port: int) -> Iterator[Server]:
+def one_of(served_engine: ServedEngine, role: str, core: int, port: int) -> AbstractContextManager[Server]:
     end = {**mooncake_entry("MooncakeConnector", mooncake_protocol="tcp"), "kv_role": role}
     config = multi_connector(end, host_memory(), names=[P2P, "host"])
     env = {
@@ -54,17 +52,16 @@ def one_of(model: Path, folder: Path, role: str, core: int, port: int) -> Iterat
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
     }
     args = (*SMALL_CACHE, "--num-gpu-blocks-override", BLOCKS[role])
-    with serve(model, folder, config, *args, packages=["mooncake"], env=env) as server:
-        yield server
+    return served_engine(config, *args, packages=["mooncake"], env=env)
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(served_engine: ServedEngine) -> Iterator[Pair]:
     one, other = cores(2)
     port, unused = claim_port(0), claim_port(0)
     with (
-        one_of(model, tmp_path_factory.mktemp("prefill"), "kv_producer", one, port) as prefill,
-        one_of(model, tmp_path_factory.mktemp("decode"), "kv_consumer", other, unused) as decode,
+        one_of(served_engine, "kv_producer", one, port) as prefill,
+        one_of(served_engine, "kv_consumer", other, unused) as decode,
     ):
         address = f"http://{HOST}:{port}"
         with urllib.request.urlopen(f"{address}/query", timeout=30) as answer:

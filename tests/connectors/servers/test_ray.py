@@ -14,7 +14,7 @@ from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, Cluster, 
 from tests.connectors.servers.served import blocks_are_free
 from tests.engine import metered
 from tests.engine.readings import Growth, assert_every_call_is_counted
-from tests.engine.serving import TOKENS, eventually, hang_up, prompt, serve
+from tests.engine.serving import TOKENS, ServedEngine, eventually, hang_up, prompt
 
 pytestmark = [pytest.mark.connectors, pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -33,12 +33,14 @@ class Engine:
 
 
 @pytest.fixture(scope="module", params=EXECUTORS)
-def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(
+    request: pytest.FixtureRequest, served_engine: ServedEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp(request.param)
     config = metered.configuration(metered.counting_entry(folder), host_memory(), names=["steered", "cpu"])
     with Collector() as collector, cluster(**EXECUTORS[request.param], **collector.env) as ranks:
         args = (*ON_RAY, "--otlp-traces-endpoint", collector.endpoint)
-        with serve(model, folder, config, *args, ranks=RANKS, env=ranks.env, is_spawned=True) as server:
+        with served_engine(config, *args, ranks=RANKS, env=ranks.env, is_spawned=True) as server:
             metered.ask(server, prompt("warm"))
             yield Engine(server, ranks, collector, folder)
 

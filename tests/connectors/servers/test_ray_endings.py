@@ -7,14 +7,13 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from kvobs.demo.run import host_memory, multi_connector
 from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, cluster
 from tests.engine.endings import LOADS, LONG, SHORT, UNDER_WAY_S, WARM_S, Clients, _wait
-from tests.engine.serving import eventually, of_tests, prompt, serve, stock
+from tests.engine.serving import ServedEngine, eventually, of_tests, prompt, stock
 
 pytestmark = [pytest.mark.connectors, pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -29,13 +28,13 @@ class Ending:
     """Of the ranks' processes, that are left."""
 
 
-def killed(router: str, executor: str, model: Path, folder: Path) -> Ending:
+def killed(router: str, executor: str, served_engine: ServedEngine) -> Ending:
     """Kill one rank's process under load; ``router`` is "kvobs" or "stock"."""
     config = multi_connector(of_tests("SteeredConnector", plan=LOADS), host_memory(), names=["steered", "cpu"])
     config = config if router == "kvobs" else stock(config)
     with (
         cluster(**EXECUTORS[executor]) as ranks,
-        serve(model, folder, config, *ON_RAY, ranks=RANKS, env=ranks.env, is_spawned=True) as server,
+        served_engine(config, *ON_RAY, ranks=RANKS, env=ranks.env, is_spawned=True) as server,
     ):
         process = server.process
         assert process is not None
@@ -54,8 +53,8 @@ def killed(router: str, executor: str, model: Path, folder: Path) -> Ending:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_server_whose_worker_is_killed_ends_as_with_stock(executor: str, model: Path, tmp_path: Path) -> None:
-    endings = {router: killed(router, executor, model, tmp_path / router) for router in ("stock", "kvobs")}
+def test_a_server_whose_worker_is_killed_ends_as_with_stock(executor: str, served_engine: ServedEngine) -> None:
+    endings = {router: killed(router, executor, served_engine) for router in ("stock", "kvobs")}
     print(f"\n{executor}: {endings}")
     assert endings["kvobs"] == endings["stock"]
     assert endings["kvobs"].in_flight

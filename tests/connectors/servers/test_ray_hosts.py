@@ -12,20 +12,20 @@ from kvobs.testing.server import HOST, claim_port
 from tests.connectors.servers.cluster import EXECUTORS, ON_RAY, RANKS, cluster, joined
 from tests.engine import metered
 from tests.engine.exported import Exported
-from tests.engine.serving import eventually, prompt, serve
+from tests.engine.serving import ServedEngine, eventually, prompt
 from tests.incidents.beginning import begin, faulty
 
 pytestmark = [pytest.mark.connectors, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 
-def test_a_hanging_call_is_seen_on_a_host_without_the_scheduler(model: Path, tmp_path: Path) -> None:
+def test_a_hanging_call_is_seen_on_a_host_without_the_scheduler(served_engine: ServedEngine, tmp_path: Path) -> None:
     config = metered.configuration(host_memory(), faulty(tmp_path, rank=1), names=["cpu", "remote"])
     ports = claim_port(0), claim_port(0)
     first, second = ({"KVOBS_EXPORTER": f"{HOST}:{port}"} for port in ports)
     with (
         cluster(1, **EXECUTORS["ray-v2"]) as ranks,
         joined(ranks, **second),
-        serve(model, tmp_path, config, *ON_RAY, ranks=RANKS, env={**ranks.env, **first}, is_spawned=True) as server,
+        served_engine(config, *ON_RAY, ranks=RANKS, env={**ranks.env, **first}, is_spawned=True) as server,
     ):
         server.complete(prompt("warm"), 2)
         here, there = (Exported(server, port) for port in ports)

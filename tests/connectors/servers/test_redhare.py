@@ -16,6 +16,7 @@ from tests.connectors.servers.served import STORE
 from tests.connectors.servers.stores import Store, running
 from tests.connectors.servers.third_party import KNOWN, ROUTERS, Run, running_in
 from tests.connectors.servers.traffic import LONG, Answers
+from tests.engine.serving import ServedEngine
 
 pytestmark = [pytest.mark.connectors, pytest.mark.timeout(1200)]  # engines and stores are started within it
 
@@ -43,8 +44,8 @@ def keys(store: Store) -> list[str]:
     return sorted(re.sub(r"-p\d+", "", key) for key in found)
 
 
-def run(router: str, model: Path, folder: Path) -> Run:
-    with running(redis(folder)) as store, running_in(router, "redhare", redhare(store), model, folder) as run:
+def run(router: str, served_engine: ServedEngine, folder: Path) -> Run:
+    with running(redis(folder)) as store, running_in(router, "redhare", redhare(store), served_engine) as run:
         run.ask_one_after_the_other(lambda: keys(store))
         with ThreadPoolExecutor(1) as pool:
             asking = pool.submit(run.ask_and_abort)
@@ -57,8 +58,8 @@ def run(router: str, model: Path, folder: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    return {router: run(router, model, tmp_path_factory.mktemp(router)) for router in ROUTERS}
+def runs(served_engine: ServedEngine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    return {router: run(router, served_engine, tmp_path_factory.mktemp(router)) for router in ROUTERS}
 
 
 def test_answers_are_right_even_without_redis_and_hold_no_block(runs: dict[str, Run], expected: Answers) -> None:

@@ -14,7 +14,7 @@ from tests.connectors.servers import traffic
 from tests.connectors.servers.served import STORE
 from tests.connectors.servers.third_party import KNOWN, NEW, Run, running_in
 from tests.connectors.servers.traffic import Answers, Asked
-from tests.engine.serving import eventually, total
+from tests.engine.serving import ServedEngine, eventually, total
 
 pytestmark = [pytest.mark.connectors, pytest.mark.timeout(1200)]  # engines are started within it
 
@@ -52,9 +52,9 @@ class Spooled:
         return self.run.server.log.read_text(errors="replace")
 
 
-def spooled(router: str, model: Path, folder: Path) -> Spooled:
+def spooled(router: str, served_engine: ServedEngine, folder: Path) -> Spooled:
     store = folder / "spool"
-    with running_in(router, "spoolcache", spoolcache(store), model, folder) as run:
+    with running_in(router, "spoolcache", spoolcache(store), served_engine) as run:
         server, process = run.server, run.server.process
         assert process is not None
         run.ask_one_after_the_other(lambda: entries(store))
@@ -71,12 +71,12 @@ def spooled(router: str, model: Path, folder: Path) -> Spooled:
 
 
 @pytest.fixture(scope="module")
-def lives(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Spooled]:
-    return {router: spooled(router, model, tmp_path_factory.mktemp(router)) for router in ROUTERS}
+def lives(served_engine: ServedEngine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Spooled]:
+    return {router: spooled(router, served_engine, tmp_path_factory.mktemp(router)) for router in ROUTERS}
 
 
-def test_in_stock_it_crashes_the_engine_at_its_siblings_stats(model: Path, tmp_path: Path) -> None:
-    with running_in("stock", "spoolcache", spoolcache(tmp_path / "spool"), model, tmp_path) as run:
+def test_in_stock_it_crashes_the_engine_at_its_siblings_stats(served_engine: ServedEngine, tmp_path: Path) -> None:
+    with running_in("stock", "spoolcache", spoolcache(tmp_path / "spool"), served_engine) as run:
         assert traffic.ask_all(run.server, KNOWN)[-1].error
         assert "RuntimeError: SpoolCache connector stats type is incompatible" in run.server.log.read_text()
 

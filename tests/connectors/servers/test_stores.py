@@ -5,7 +5,6 @@ The engines' answers are compared with those of an engine without any connector,
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ from tests.connectors.servers.served import (
     until_loads_grow,
 )
 from tests.connectors.servers.traffic import Answers
-from tests.engine.serving import eventually
+from tests.engine.serving import ServedEngine, eventually
 
 pytestmark = [pytest.mark.connectors, pytest.mark.timeout(1200)]  # engines and stores are started within it
 
@@ -38,9 +37,11 @@ UNNOTICED_S = 60.0
     params=[(kind, is_best_effort) for kind in (LMCACHE, MOONCAKE) for is_best_effort in (False, True)],
     ids=["lmcache", "lmcache-isolated", "mooncake", "mooncake-isolated"],
 )
-def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def engine(
+    request: pytest.FixtureRequest, served_engine: ServedEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     kind, is_best_effort = request.param
-    with served(model, tmp_path_factory.mktemp(kind.name), kind, is_best_effort=is_best_effort) as engine:
+    with served(served_engine, tmp_path_factory.mktemp(kind.name), kind, is_best_effort=is_best_effort) as engine:
         yield engine
 
 

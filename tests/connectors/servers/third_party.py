@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from prometheus_client.samples import Sample
@@ -14,7 +13,7 @@ from kvobs.testing.server import Server
 from tests.connectors.servers import traffic
 from tests.connectors.servers.served import STORE, blocks_are_free
 from tests.connectors.servers.traffic import LONG, SMALL_CACHE, Asked
-from tests.engine.serving import eventually, serve, stock, total
+from tests.engine.serving import ServedEngine, eventually, stock, total
 
 ROUTERS = ("alone", "stock", "stock-second", "kvobs", "kvobs-second")
 """What calls the connector, which comes second after host memory or first."""
@@ -78,12 +77,12 @@ class Run:
 
 
 @contextmanager
-def running_in(router: str, package: str, connector: dict[str, Any], model: Path, folder: Path) -> Iterator[Run]:
+def running_in(router: str, package: str, connector: dict[str, Any], served_engine: ServedEngine) -> Iterator[Run]:
     pair, names = [connector, host_memory()], [STORE, "host"]
     if router.endswith("second"):
         pair, names = pair[::-1], names[::-1]
     config = multi_connector(*pair, names=names)
     config = {"alone": connector, "stock": stock(config), "kvobs": config}[router.partition("-")[0]]
     args = (*SMALL_CACHE, "--max-model-len", "2048")  # for the long answers that are hung up on
-    with serve(model, folder, config, *args, packages=[package]) as server:
+    with served_engine(config, *args, packages=[package]) as server:
         yield Run(router, package, server)
