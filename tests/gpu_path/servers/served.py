@@ -15,7 +15,7 @@ from kvobs.testing.model import NAME
 from kvobs.testing.server import Server
 from tests.connectors.packages import importing
 from tests.connectors.servers.served import blocks_are_free
-from tests.engine.serving import TOKENS, eventually, prompt, serve, total
+from tests.engine.serving import TOKENS, ServedEngine, eventually, prompt, total
 from tests.gpu_path.cells import PUBLISH
 from tests.gpu_path.environment import Counted, counted, gpu_path
 from tests.support.published import write_row
@@ -73,7 +73,12 @@ class Served:
 
 @contextmanager
 def serving(
-    model: Path, folder: Path, config: dict[str, Any], *args: str, packages: Sequence[str] = (), **more: Any
+    served_engine: ServedEngine,
+    folder: Path,
+    config: dict[str, Any],
+    *args: str,
+    packages: Sequence[str] = (),
+    **more: Any,
 ) -> Iterator[Served]:
     """Run a server on the GPU's path, with these packages beside vLLM; AssertionError if it took another path."""
     counts = folder / "counts"
@@ -83,7 +88,7 @@ def serving(
     extra = config["kv_connector_extra_config"]
     classes = [each["kv_connector"] for each in extra["connectors"]]
     config = {**config, "kv_load_failure_policy": "recompute"}
-    with serve(model, folder, config, *ARGS, *args, env=env, is_spawned=True, **more) as server:
+    with served_engine(config, *ARGS, *args, env=env, is_spawned=True, **more) as server:
         served = Served(server, counts, dict(zip(extra["kvobs"]["names"], classes, strict=True)))
         assert len(served.lines("scheduler")) == 1, "without async scheduling"
         assert "Using V2 Model Runner" in server.log.read_text()

@@ -6,7 +6,7 @@ import pytest
 
 from kvobs.demo.run import host_memory, multi_connector
 from tests.connectors.servers.stores import lmcache_entry, lmcache_server, running
-from tests.engine.serving import total
+from tests.engine.serving import ServedEngine, total
 from tests.gpu_path.servers.served import Answers, ask, look_back, round_of, serving
 
 pytestmark = pytest.mark.timeout(900)  # engines are started within it
@@ -16,11 +16,11 @@ FEW = ("--max-num-seqs", "2")
 ABORTS = (0, 0, 0, 0, 1, 3)
 
 
-def test_answers_and_counts_are_right(model: Path, expected: Answers, tmp_path: Path) -> None:
+def test_answers_and_counts_are_right(served_engine: ServedEngine, expected: Answers, tmp_path: Path) -> None:
     asked, answers = [], []
     with running(lmcache_server(tmp_path)) as store:
         config = multi_connector(lmcache_entry(store, mq_timeout=60.0), host_memory(), names=["lmcache", "host"])
-        with serving(model, tmp_path, config, *FEW, packages=["lmcache"]) as served:
+        with serving(served_engine, tmp_path, config, *FEW, packages=["lmcache"]) as served:
             for number in range(3):
                 served.server.reset_prefix_cache()
                 asked += (sent := round_of(number, aborts=ABORTS))

@@ -15,7 +15,7 @@ from tests.connectors.servers.stores import CHUNK
 from tests.engine.pair import LOOPBACK_ONLY, PREFILL, Pair, hand_over
 from tests.engine.prometheus import expression, scraping
 from tests.engine.readings import Growth
-from tests.engine.serving import TOKENS, eventually, total
+from tests.engine.serving import TOKENS, ServedEngine, eventually, total
 from tests.gpu_path.servers.served import (
     CLIENTS,
     LONG,
@@ -37,7 +37,7 @@ UNREAD = 3
 
 
 @pytest.fixture(scope="module")
-def sides(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
+def sides(served_engine: ServedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
     config = multi_connector(NIXL, host_memory(), names=["nixl", "host"])
     config["kv_connector_extra_config"]["kvobs"]["verify"] = {"sample_ratio": 1}
     with ExitStack() as stack:
@@ -45,7 +45,7 @@ def sides(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
         for side, core in zip(("prefill", "decode"), cores(2), strict=True):
             channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(claim_port(0))}
             env = {**LOOPBACK_ONLY, **channel, CORES: str(core)}
-            found[side] = stack.enter_context(serving(model, tmp_path_factory.mktemp(side), config, env=env))
+            found[side] = stack.enter_context(serving(served_engine, tmp_path_factory.mktemp(side), config, env=env))
         yield found
 
 
