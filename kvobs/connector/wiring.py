@@ -314,7 +314,7 @@ def _introduce(validated: Validated, tracing: TracingSettings) -> None:
             log.info(text, spec.name, ", ".join(names))
     if isolated := ", ".join(configuration.options.best_effort):
         text = (
-            "isolated connectors: %s. A connector that fails goes into quarantine. A request whose load it may have "
+            "best-effort connectors: %s. A connector that fails goes into quarantine. A request whose load it may have "
             "started waits up to %g s, because the connector may still write into its blocks"
         )
         log.info(text, isolated, GIVE_UP_NS / 1e9)

@@ -49,7 +49,7 @@ def read(parent: KVTransferConfig, conditions: Conditions = SAFE) -> Validated:
     if checked.mistakes:
         raise ConfigError(checked.mistakes)
     for name, problem in checked.absent.items():
-        log.error("connector %r can't be imported. It is isolated, so serving starts without it. %s", name, problem)
+        log.error("best-effort connector %r can't be imported. Serving starts without it. %s", name, problem)
     return checked
 
 
@@ -124,7 +124,7 @@ def ask(spec: ConnectorSpec, hook: str, *args: Any) -> Any:
     except BaseException as error:
         if not spec.is_best_effort or must_pass(error):
             raise
-        text = "connector %r failed in %s (%s). It is isolated, so startup continues"
+        text = "best-effort connector %r failed in %s (%s). Startup continues"
         once(f"ask:{spec.name}:{hook}", logging.WARNING, text, spec.name, hook, named(error))
         return nothing()
 

@@ -121,7 +121,7 @@ def _contained(connector: SubConnector, name: str, call: Call) -> Call:
         except BaseException as error:
             if must_pass(error):
                 raise
-            log.exception("isolated connector %r raised in %s, which is not a hook of vLLM", connector.name, name)
+            log.exception("best-effort connector %r raised in %s, which is not a hook of vLLM", connector.name, name)
             return None
 
     return contained

@@ -202,6 +202,6 @@ def _build_one(
     except BaseException as error:
         if not spec.is_best_effort or must_pass(error):
             raise
-        text = "connector %r can't be built (%s: %s). It is isolated: requests are served without it until a restart"
+        text = "best-effort connector %r can't be built (%s: %s). Requests are served without it until a restart"
         log.error(text, spec.name, type(error).__name__, line(error))
         return Unbuilt(spec.vllm_config(vllm_config), role, kv_cache_config)

@@ -125,7 +125,7 @@ def find_classes(
     for spec in checked.specs:
         cls = spec.connector_class.__name__
         if spec.is_best_effort and (why := why_not_isolated(spec)):
-            checked.mistakes.append(kinds.ISOLATED.at(f"{PATH}.kvobs.best_effort", name=spec.name, cls=cls, why=why))
+            checked.mistakes.append(kinds.BEST_EFFORT.at(f"{PATH}.kvobs.best_effort", name=spec.name, cls=cls, why=why))
         if spec.name in options.min_tokens and (why := what_it_is(spec.connector_class)):
             checked.mistakes.append(kinds.MINIMUM.at(f"{PATH}.kvobs.min_tokens.{spec.name}", cls=cls, why=why))
     checked.async_only = async_only(checked.specs, conditions)

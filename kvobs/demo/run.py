@@ -70,7 +70,7 @@ FAULTS = {
     fault.name: fault
     for fault in (
         Fault("slow-connector", "cpu reports each load 1.2 s late", 1, False, (signals.LOAD_DURATION, signals.LOADS)),
-        Fault("failing-connector", "cpu raises on each load, and is isolated", 1, True,
+        Fault("failing-connector", "cpu is best-effort, and raises on each load", 1, True,
               (signals.CALL_ERRORS, signals.QUARANTINES, signals.LOADS, signals.RECOMPUTED_TOKENS)),
         Fault("slow-rank", "cpu's loads end 1.2 s later on rank 1 of two", 2, False,
               (signals.SLOWEST_RANK, signals.RANK_SKEW, signals.LOAD_DURATION)),

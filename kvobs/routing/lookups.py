@@ -217,7 +217,7 @@ class Lookups:
         """Return whether a synchronous offer of this connector is not used."""
         if index in self._async_only:
             text = (
-                "connector %r is isolated and offers a synchronous load. The load is not used: if it failed, its "
+                "best-effort connector %r offers a synchronous load. The load is not used: if it failed, its "
                 "unfilled blocks would be saved or computed on. Such offers are counted as unused "
                 "(kvobs_unused_offers_total)"
             )

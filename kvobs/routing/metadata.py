@@ -78,7 +78,7 @@ def log_lost(index: int, error: BaseException) -> None:
     """Log once that an isolated connector's part of a message is lost; raise an error that must end the process."""
     if must_pass(error):
         raise error
-    text = "a message of the isolated connector at position %d to its other side is lost: %s: %s"
+    text = "a message of the best-effort connector at position %d to its other side is lost: %s: %s"
     once(f"lost:{index}", logging.WARNING, text, index, type(error).__name__, line(error))
 
 

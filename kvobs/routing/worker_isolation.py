@@ -171,7 +171,7 @@ class WorkerGates:
                 self._broken.add((index, FOR_GOOD))
             elif not (state := self._states[index]).is_out:  # otherwise the scheduler knows already
                 self._broken.add((index, state.epoch))
-        key, text = f"isolated:{index}:{hook}", "isolated connector %r failed in %s: %s: %s"
+        key, text = f"isolated:{index}:{hook}", "best-effort connector %r failed in %s: %s: %s"
         once(key, logging.WARNING, text, self._names[index], hook, type(error).__name__, line(error))
 
 

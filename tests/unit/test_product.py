@@ -342,24 +342,24 @@ def test_every_span_has_a_row_and_is_of_its_engine(lived: Life) -> None:
 # --- logs
 
 LOG_ROWS = [
-    *[r"connector 'absent' can't be built \(OSError: no disk\)\. It is isolated: .* without it until a restart"] * 3,
+    *[r"best-effort connector 'absent' can't be built \(OSError: no disk\)\. .* without it until a restart"] * 3,
     r"connector 'absent' failed to be built\. It is in quarantine: .* without it until a restart .*",
     r"kvobs \S+ routes to cpu \(ScriptedConnector\), absent \(BestEffortConnector\), flaky \(BestEffortConnector\), "
     r"near \(PeerConnector\), far \(PeerConnector\); load_policy first; metrics go to /metrics of vLLM's API server, "
     r"or to kvobs's exporter if .*; spans go to http://127\.0\.0\.1:1, from vLLM's API server",
     r"calls are counted .*",
-    r"isolated connectors: flaky, absent\. A connector that fails goes into quarantine\. .*",
+    r"best-effort connectors: flaky, absent\. A connector that fails goes into quarantine\. .*",
     r"kv_connector_extra_config\.kvobs\.best_effort: found 'absent', whose synchronous loads, .*",
     r"kv_connector_extra_config\.kvobs\.best_effort: found 'flaky', whose synchronous loads, .*",
     r"spans are sent to the endpoint in OTEL_EXPORTER_OTLP_ENDPOINT, but without --otlp-traces-endpoint .*",
     r"connector 'cpu' loaded wrong bytes on rank 1: 1 of 2 verified blocks of request wrong .* first at token 0\. .*",
-    r"connector 'flaky' is isolated and offers a synchronous load. The load is not used: .*",
+    r"best-effort connector 'flaky' offers a synchronous load. The load is not used: .*",
     r"connector 'near': load of 1 request \(failed\) in progress for 1 s \(48 tokens\), waiting for rank 0, 1",
     r"connector 'far': load of 1 request \(stuck\) is stuck: 0\.5 s .* no report from rank 1\. .*",
     r"connector 'far' took 1\.4 s to load 32 tokens of request stuck, longer than slow_load_ms; .*",
     *[rf"connector '{name}': reset_cache took \d+ ms, more than slow_call_ms .*" for name in NAMES],
     r"internal error in kvobs's telemetry \(record\)\. Serving is not affected, .*",
-    r"isolated connector 'flaky' failed in wait_for_save: TimeoutError: no answer",
+    r"best-effort connector 'flaky' failed in wait_for_save: TimeoutError: no answer",
     r"connector 'flaky' failed on a worker\. It is in quarantine: new requests are served without it for 1 s .*",
     r"connector 'near' reported the end of a load of request nobody, which it was not chosen to load\. .*",
     r"connector 'flaky' left quarantine and is on probation: it receives the requests that arrive from now on",

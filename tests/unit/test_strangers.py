@@ -155,7 +155,7 @@ def test_such_a_method_of_an_isolated_connector_may_raise(caplog: pytest.LogCapt
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlatformConnector, "register_runner", lambda *_: 1 / 0)
         assert rig.workers[0].register_runner(Runner()) is None
-    assert "isolated connector 'PlatformConnector' raised in register_runner" in caplog.text
+    assert "best-effort connector 'PlatformConnector' raised in register_runner" in caplog.text
 
 
 def test_the_start_names_methods_beyond_vllms_class(caplog: pytest.LogCaptureFixture) -> None:

@@ -239,7 +239,7 @@ def _refusal(path: Path) -> str | None:
 def _note_options_that_are_off(result: CheckResult) -> None:
     options, off = result.options, result.off
     if not options.best_effort:
-        off["isolation"] = "kvobs.best_effort is empty: an exception in a connector crashes the engine"
+        off["best-effort"] = "kvobs.best_effort is empty: an exception in a connector crashes the engine"
     if not options.request_report and options.request_log is None:
         off["request reports"] = "neither kvobs.request_report nor kvobs.request_log is set"
     if options.lookup_timeout_ms is None:

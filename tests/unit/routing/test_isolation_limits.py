@@ -23,7 +23,7 @@ from tests.support.rig import assert_nothing_is_left, counted, entry_for
 def test_what_cannot_be_isolated_is_refused_before_any_is_built(more: dict[str, Any], why: str) -> None:
     best, other = Script("best"), Script("other")
     connectors = [entry_for(best) | more, entry_for(other)]
-    with pytest.raises(ConfigError, match=rf"best_effort: found 'best' \(\w+\), which can.t be isolated: it {why}"):
+    with pytest.raises(ConfigError, match=rf"best_effort: found 'best' \(\w+\), which can.t be best-effort: it {why}"):
         Rig("kvobs", connectors=connectors, kvobs={"names": ["best", "other"], "best_effort": ["best"]})
     assert best.calls == other.calls == []
 
@@ -75,7 +75,7 @@ def test_a_sync_offer_is_unused_next_to_connectors_that_save(
     assert counted(engine.rig, "kvobs_loads_total", 1, "sync", "ok") == 1
     assert counted(engine.rig, "kvobs_unused_hit_tokens_total", 0, "other_chosen") == BLOCK
     assert counted(engine.rig, "kvobs_offered_tokens_total", 0) == 3 * BLOCK
-    assert "connector 'best' is isolated and offers a synchronous load. The load is not used" in caplog.text
+    assert "best-effort connector 'best' offers a synchronous load. The load is not used" in caplog.text
 
 
 class Lone:
@@ -182,7 +182,7 @@ def test_the_start_logs_the_isolated_ones_and_the_longest_wait(
     with caplog.at_level("INFO"):
         Isolating(monkeypatch, a, b)
     assert (
-        "isolated connectors: best. A connector that fails goes into quarantine. A request whose load it may have "
+        "best-effort connectors: best. A connector that fails goes into quarantine. A request whose load it may have "
         "started"
     ) in caplog.text
     assert "waits up to 10 s" in caplog.text

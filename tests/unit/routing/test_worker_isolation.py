@@ -134,4 +134,4 @@ def test_after_a_failed_build_the_others_are_logged_by_name(caplog: Any) -> None
     unbuilt = SubConnector(0, "gone", object.__new__(Unbuilt), recorder, gate=Gate(0, recorder))
     WorkerGates([unbuilt, SubConnector(1, "good", Loader(), recorder, gate=(gate := Gate(1, recorder)))])
     gate.guard("wait_for_save", Mock(side_effect=OSError))()
-    assert "isolated connector 'good' failed in wait_for_save" in caplog.text
+    assert "best-effort connector 'good' failed in wait_for_save" in caplog.text

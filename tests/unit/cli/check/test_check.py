@@ -113,7 +113,7 @@ def test_the_environment_turns_tracing_off_or_on_without_parents(monkeypatch: py
 
 
 SWITCHES = [
-    ("isolation", {"best_effort": ["ExampleConnector"]}),
+    ("best-effort", {"best_effort": ["ExampleConnector"]}),
     ("request reports", {"request_report": True}), ("request reports", {"request_log": "stderr"}),
     ("lookup timeout", {"lookup_timeout_ms": 5.0}),
 ]  # fmt: skip
