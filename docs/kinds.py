@@ -54,11 +54,6 @@ def kinds_table() -> str:
     return table(["kind", "looks at", "level", "reports, for example", "fix"], rows)
 
 
-def table_of(*names: str) -> str:
-    """Return some kinds as a table, with the whole texts."""
-    return table(["kind", "reports, for example", "fix"], [[f"`{name}`", *_example(KINDS[name])] for name in names])
-
-
 def _example(kind: Kind) -> tuple[str, str]:
     """Return what is reported of the wrong example of a kind, and its fix; of one without an example their patterns."""
     with patch.object(listening, "listen"):  # the page does not depend on the ports of this machine

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
 from math import ceil
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from dashboards.alerts import ALERTS
-from dashboards.site import Site, thresholds
+from dashboards.site import Site
 from docs.deviations import DEVIATIONS
 from docs.pages import ROOT, table
 from kvobs.cli.summary.rows import MEASURES
 from kvobs.export.connector_columns import MEANINGS
 from kvobs.schema.options import Options
-from kvobs.schema.signals import CALL_DURATION, SIGNALS
+from kvobs.schema.signals import CALL_DURATION, SIGNALS, Kind
 from kvobs.schema.spans import ATTRIBUTES, SPANS
 from kvobs.schema.verdicts import STATES, UNSERVED_H
 from kvobs.telemetry.transfers.peers import ADDRESSES, ENGINE
@@ -44,103 +44,55 @@ COMBINED = {
     Combine.ROUTED: "a special rule",
 }
 
-CONDITIONS: dict[str, Callable[[Site], str]] = {
-    "EngineEnded": lambda _: "an engine ended without having been asked to; names the call that it died in, if any",
-    "CallHangs": lambda site: (
-        f"an engine has been in one call into a connector for more than {site.call_age_s} s, unless its hook is called "
-        "once or on demand (`other`)"
-    ),
-    "RequestsNotResumed": lambda site: (
-        f"a request whose load has finished has waited for more than {site.load_age_s} s, and no step computes anything"
-    ),
-    "EnginesFailingRequests": lambda site: (
-        f"on more than {_percent(site.failing_engines)} of a cluster's engines that load from a connector, and on at "
-        f"least {site.few_failing_engines}, more than {_percent(site.failed_share)} of these loads fail, and their "
-        "requests with them"
-    ),
-    "RequestsFailing": lambda site: (
-        f"more than {_percent(site.failed_share)} of a connector's loads fail, and their requests with them "
-        f"(`kv_load_failure_policy` `fail`); at least {site.few_failed} in 15 minutes, or all of at least 3 in 6 "
-        "hours"
-    ),
-    "FailedSyncLoads": lambda _: "a synchronous load failed: other connectors may hold blocks that were never loaded",
-    "LoadsHideFailures": lambda _: (
-        "NIXL or Mooncake counts failures, or reads after a lease's end, and no load has failed in 15 minutes"
-    ),
-    "CorruptLoads": lambda _: "a verified block has other bytes than were computed for its tokens",
-    "StuckTransfers": lambda _: (
-        "a rank has not reported loads or saves that other ranks have finished; for as long as they are unfinished"
-    ),
-    "LoadUnfinished": lambda site: f"a load has been in progress for more than {site.load_age_s} s",
-    "EnginesFailing": lambda _: "as `KvobsEnginesFailingRequests`, but the tokens are recomputed",
-    "ConnectorFailing": lambda site: (
-        f"more than {_percent(site.failed_share)} of a connector's loads fail, at least {site.few_failed} in 15 minutes"
-        ", or all of at least 3 in 6 hours"
-    ),
-    "ConnectorBlocksEngine": lambda site: (
-        f"the scheduler spent more than {_percent(site.blocked_share)} of the last 90 s in calls into a connector"
-    ),
-    "ConnectorBlocksScheduler": lambda site: (
-        f"the scheduler spends more than {_percent(site.scheduler_share)} of its time in calls into a connector"
-    ),
-    "LookupUnanswered": lambda site: (
-        f"a connector has answered a lookup 'not yet' for more than {site.lookup_age_s} s, and its request waits"
-    ),
-    "ConnectorQuarantined": lambda _: (
-        "a best-effort connector was in quarantine for most of the last 5 minutes, while the engine works"
-    ),
-    "ConnectorErrors": lambda _: "a connector raised an exception",
-    "LoadsSlow": lambda site: (
-        f"most loads of 2 minutes, or 1 in 100 for 10 of 15 minutes, take more than {site.slow_load_s:.2f} s, and "
-        f"{site.slow_load_s_per_1k_tokens:g} s per 1000 tokens of an average load, of at "
-        f"least {site.few_loads} in 5 minutes"
-    ),
-    "LoadsSlowed": lambda site: (
-        f"loads take more than {site.slowed_times:g} times as long as a day ago, for the same number of tokens, and "
-        f"more than 0.1 s on average, of at least {site.few_loads} in 5 minutes"
-    ),
-    "LoadsBelowLink": lambda site: (
-        f"loads use at most {_percent(site.link_share)} of a connector's links (`link_gbps`) while they are in "
-        f"progress, at least {site.few_transfers} in 15 minutes, so large that this matters"
-    ),
-    "SaveBacklog": lambda site: f"a promised save has held blocks for more than {site.save_age_s} s",
-    "KvEventsStopped": lambda site: (
-        "a connector that had events for routers has no event of a stored block in 15 minutes, "
-        f"with {site.few_transfers} saves"
-    ),
-    "SlowestRank": lambda site: (
-        f"one rank is the slowest in its fair share of the transfers and more than {_percent(site.rank_lead)} of all, "
-        f"by more than {site.rank_skew_s * 1000:.0f} ms on average, of at least {site.few_transfers} in 15 minutes"
-    ),
-    "LoadsDontPay": lambda site: (
-        f"requests wait longer than computing would take, for more than {_percent(site.slower_share)} of a connector's "
-        f"loads, of at least {site.few_loads} in 5 minutes"
-    ),
-    "StoreTooSmall": lambda site: (
-        f"prompts ask again for more than {_percent(site.thrash_share)} of the tokens that a connector evicts, at "
-        f"least {site.few_tokens} a second; not with several media"
-    ),
-    "UnusedHitTokens": lambda site: (
-        f"more than {_percent(site.unused_hit_share)} of the tokens that a connector offers are computed, "
-        f"of at least {site.few_tokens} a second"
-    ),
-    "NeverServes": lambda site: (
-        f"nothing was loaded in {UNSERVED_H} hours from a connector that stores and is asked, while more than "
-        f"{_percent(site.loadable_share)} of the prompts' tokens, at least {site.few_tokens} a second, were used "
-        "before and are no longer in vLLM's own cache"
-    ),
-    "JobMissing": lambda site: (
-        f"the job `{site.job}` has no target, in a cluster or at all, and no other job has the metrics"
-    ),
-    "ScrapedTwice": lambda _: "an engine's metrics are scraped by more than one job: boards count twice",
-    "TelemetryMissing": lambda site: (
-        f"a target of the job `{site.job}` is down or has no metrics of kvobs, or an exporter's engines are gone"
-    ),
-    "InternalErrors": lambda _: "an internal error of kvobs's telemetry",
-    "TelemetryDropping": lambda site: f"more than {site.spans_dropped:g} spans a second are lost",
-    "TelemetryCost": lambda site: f"kvobs takes more than {_percent(site.self_share)} of a core in one process",
+CONDITIONS = {
+    "EngineEnded": "an engine ended without having been asked to",
+    "CallHangs": "an engine has been in one call into a connector for more than {call_age_s s}",
+    "RequestsNotResumed": "a loaded request has waited for more than {load_age_s s}, and no step computes anything",
+    "EnginesFailingRequests": "more than {failed_share %} of a connector's loads fail, and their requests with them, "
+    "on more than {failing_engines %} of a cluster's loading engines, at least {few_failing_engines}",
+    "RequestsFailing": "as `KvobsConnectorFailing`, and the requests fail (`kv_load_failure_policy` `fail`)",
+    "FailedSyncLoads": "a synchronous load failed: other connectors may have saved its blocks",
+    "LoadsHideFailures": "NIXL or Mooncake counts failures, and no load has failed in 15 minutes",
+    "CorruptLoads": "a loaded block has other bytes than were computed",
+    "StuckTransfers": "a rank has not reported loads or saves that other ranks have finished",
+    "LoadUnfinished": "a load has been in progress for more than {load_age_s s}",
+    "EnginesFailing": "as `KvobsEnginesFailingRequests`, but the tokens are recomputed",
+    "ConnectorFailing": "more than {failed_share %} of a connector's loads fail, at least {few_failed} in 15 minutes, "
+    "or all of at least 3 in 6 hours",
+    "ConnectorBlocksEngine": "calls into a connector took more than {blocked_share %} of the scheduler's last 90 s",
+    "ConnectorBlocksScheduler": "calls into a connector take more than {scheduler_share %} of the scheduler's time",
+    "LookupUnanswered": "a connector has answered a lookup 'not yet' for more than {lookup_age_s s}",
+    "ConnectorQuarantined": "a best-effort connector was in quarantine for most of the last 5 minutes",
+    "ConnectorErrors": "a connector raised an exception",
+    "LoadsSlow": "most loads of 2 minutes, or 1 in 100 for 10 of 15 minutes, take more than {slow_load_s s}, and "
+    "{slow_load_s_per_1k_tokens s} per 1000 tokens, of at least {few_loads} in 5 minutes",
+    "LoadsSlowed": "loads take more than {slowed_times} times as long per token as a day ago, and more than 0.1 s, of "
+    "at least {few_loads} in 5 minutes",
+    "LoadsBelowLink": "loads use at most {link_share %} of a connector's links (`link_gbps`), at least {few_transfers} "
+    "in 15 minutes",
+    "SaveBacklog": "a promised save has held blocks for more than {save_age_s s}",
+    "KvEventsStopped": "a connector that had events for routers has no event of a stored block in 15 minutes, with "
+    "{few_transfers} saves",
+    "SlowestRank": "one rank is the slowest more often than its fair share, by more than {rank_lead %} of the "
+    "transfers and by {rank_skew_s s} on average, of at least {few_transfers} in 15 minutes",
+    "LoadsDontPay": "more than {slower_share %} of a connector's loads take longer than computing, of at least "
+    "{few_loads} in 5 minutes",
+    "StoreTooSmall": "prompts ask again for more than {thrash_share %} of the tokens that a connector evicts, at least "
+    "{few_tokens} a second; not with several media",
+    "UnusedHitTokens": "more than {unused_hit_share %} of the tokens that a connector offers are computed, of at least "
+    "{few_tokens} a second",
+    "NeverServes": f"nothing was loaded in {UNSERVED_H} hours from a connector that stores, while more than "
+    "{loadable_share %} of the prompts' tokens, at least {few_tokens} a second, were used before and are no longer in "
+    "vLLM's own cache",
+    "JobMissing": "the job `kvobs` has no target, and no other job has the metrics",
+    "ScrapedTwice": "more than one job scrapes an engine's metrics",
+    "TelemetryMissing": "a target of the job `kvobs` is down or has no metrics of kvobs, or an exporter's engines "
+    "are gone",
+    "InternalErrors": "an internal error of kvobs's telemetry",
+    "TelemetryDropping": "more than {spans_dropped} spans a second are lost",
+    "TelemetryCost": "kvobs takes more than {self_share %} of a core in one process",
 }
-"""When each alert fires, in words; the numbers are those of the rules."""
+"""When each alert fires, in words, with the names and units of its thresholds in braces."""
 
 
 def options() -> str:
@@ -171,8 +123,10 @@ def metrics() -> str:
             f"`{label}`" + (f": {', '.join(values)}" if values and values != CALL_DURATION.labels["hook"] else "")
             for label, values in signal.labels.items()
         )
-        rows.append([f"`{signal.name}`", signal.kind.value, labels, signal.help])
-    return table(["metric", "type", "further labels", "meaning"], rows)
+        meaning = re.sub(r" \((?:tokens|bytes)\)(?=\.)", "", signal.help)  # the unit is in the name
+        mark = " (histogram)" if signal.kind is Kind.HISTOGRAM else ""
+        rows.append([f"`{signal.name}`{mark}", labels, meaning])
+    return table(["metric", "further labels", "meaning"], rows)
 
 
 def spans() -> str:
@@ -222,21 +176,20 @@ def alert_rules() -> str:
     """Return the alerts, each with a link to its section of the runbook."""
     rows = []
     for alert in ALERTS:
-        condition = CONDITIONS[alert.name.removeprefix("Kvobs")](Site())
+        condition = re.sub(
+            r"\{(?P<name>\w+)(?: (?P<unit>\S+))?\}", _threshold, CONDITIONS[alert.name.removeprefix("Kvobs")]
+        )
         link = f"[`{alert.name}`](../dashboards/runbook.md#{alert.name.lower()})"
-        lasting, kept = (time.replace("m", " min") for time in (alert.hold, alert.keep))
-        rows.append([link, str(alert.severity), condition, lasting, kept])
-    return table(["alert", "severity", "condition", "lasting", "still fires for"], rows)
+        rows.append([link, str(alert.severity), condition, alert.hold, alert.keep])
+    return table(["alert", "severity", "condition", "`for`", "`keep_firing_for`"], rows)
 
 
-def site_thresholds() -> str:
-    """Return the thresholds that an export can set."""
-    rows = [[f"`{name}`", f"{getattr(Site(), name):.4g}", meaning] for name, meaning in thresholds().items()]
-    return table(["threshold", "default", "of what"], rows)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:g} %"
+def _threshold(named: re.Match[str]) -> str:
+    """Return a threshold's default with its unit and name."""
+    name, unit = named["name"], named["unit"]
+    value = getattr(Site(), name)
+    shown = f"{100 * value:g} %" if unit == "%" else f"{value:g} {unit or ''}".strip()
+    return f"{shown} (`{name}`)"
 
 
 def versions() -> str:

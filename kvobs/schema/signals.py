@@ -159,8 +159,8 @@ SLOW_CALLS = Signal(
 )
 LOOKUPS = Signal(
     "kvobs_lookups_total",
-    "Lookups by outcome, each counted once per request, however often vLLM repeats the lookup; late answers are also "
-    "counted. not_read: vLLM asks and ignores the answer, as for prompt_logprobs and pooling.",
+    "Lookups by outcome, each once per request, also late answers. not_read: vLLM ignores the answer, as for "
+    "prompt_logprobs and pooling.",
     {"outcome": ("hit", "miss", "pending", "timeout", "not_read")},
 )
 LOOKUP_DELAY = Signal(
@@ -168,32 +168,27 @@ LOOKUP_DELAY = Signal(
     "Time from the connector's first 'not yet' for a request to its answer.",
     bounds=_REQUEST_BOUNDS,
 )
-OFFERED_TOKENS = Signal(
-    "kvobs_offered_tokens_total", "Tokens offered by the connector, counted once per request (tokens)."
-)
+OFFERED_TOKENS = Signal("kvobs_offered_tokens_total", "Tokens offered by the connector, once per request (tokens).")
 ADMITTED_TOKENS = Signal(
     "kvobs_admitted_tokens_total",
-    "Tokens that vLLM decided to load from the connector; counted again after a preemption (tokens).",
+    "Tokens that vLLM decided to load from the connector, again after a preemption (tokens).",
 )
 HIT_TOKENS = Signal(
     "kvobs_hit_tokens_total",
-    "Tokens that vLLM decided to load, by the tier in which the connector holds them; unspecified: it does not "
-    "report a tier. Not counted after a preemption, without vLLM's stat logging, and before vLLM 0.33 (tokens).",
+    "Tokens that vLLM decided to load, by the tier in which the connector holds them; unspecified: it reports no "
+    "tier. Not after a preemption, without vLLM's stat logging, and before vLLM 0.33 (tokens).",
     {"source": ("host", "p2p", "disk", "unspecified")},
 )
 UNUSED_HIT_TOKENS = Signal(
     "kvobs_unused_hit_tokens_total",
-    "Tokens offered but not loaded (tokens), by reason: other_chosen, beyond the shorter offer of the connector that "
-    "was chosen; below_minimum, in an offer below min_tokens; declined by kvobs; not_taken by vLLM; not_allocated, "
-    "the request ended before the load; aborted, it ended during the load.",
+    "Tokens offered but not loaded (tokens). other_chosen: beyond the shorter offer of the chosen connector; "
+    "below_minimum: in an offer below min_tokens; declined by kvobs; not_taken by vLLM; not_allocated: the request "
+    "ended before the load; aborted: it ended during the load.",
     {"reason": ("other_chosen", "below_minimum", "declined", "not_taken", "not_allocated", "aborted")},
 )
 MISSED_TOKENS = Signal(
     "kvobs_missed_tokens_total",
-    "Prompt tokens that the connector was asked for and did not offer, by reason: never_seen, no part of the prompt "
-    "was used before; beyond_prefix, only what is before them was; not_stored, used before; evicted, used "
-    "before, and evicted by its KV cache events; other_connector, offered by another one; no_full_block, less than a "
-    "block or chunk; unknown, it loads what other engines compute. An estimate (tokens).",
+    "Prompt tokens that the connector was asked for and did not offer, by reason: an estimate (tokens).",
     {
         "reason": (
             *("never_seen", "beyond_prefix", "not_stored", "evicted"),
@@ -217,8 +212,8 @@ LOAD_DURATION = Signal(
 )
 PEER_LOADS = Signal(
     "kvobs_peer_loads_total",
-    "Finished loads from other engines, by outcome and by the host and port that the request names: the first 32 peers "
-    "of a process, _OTHER for all others, and unknown without a name.",
+    "Finished loads from other engines, by the host and port that the request names: the first 32 peers of a "
+    "process, _OTHER for all others, and unknown without a name.",
     {"peer": OPEN, "outcome": OPEN},
 )
 PEER_LOAD_SECONDS = Signal(
@@ -232,10 +227,11 @@ LOAD_RESUME_DELAY = Signal(
 LOAD_TOKENS = Signal("kvobs_load_tokens_total", "Tokens loaded, excluding failed loads (tokens).")
 LOAD_BYTES = Signal(
     "kvobs_load_bytes_total",
-    "Bytes of the KV cache blocks that loads filled in all layers, over all ranks (bytes).",
+    "Bytes of the KV cache blocks that loads filled, over all layers and ranks (bytes).",
 )
 PREFILL_SAVED = Signal(
-    "kvobs_prefill_saved_seconds_total", "Estimated time of computing the loaded tokens, for loads with an estimate."
+    "kvobs_prefill_saved_seconds_total",
+    "Time that computing the loaded tokens would have taken, for loads with an estimate.",
 )
 LOAD_WAITED = Signal(
     "kvobs_load_waited_seconds_total",
@@ -243,12 +239,11 @@ LOAD_WAITED = Signal(
 )
 ESTIMATED_LOADS = Signal(
     "kvobs_estimated_loads_total",
-    "Loads with an estimate of the time that computing their tokens would take; saved and waited time cover these "
-    "loads.",
+    "Loads with an estimate of the time of computing their tokens, which saved and waited time cover.",
 )
 LOADS_SLOWER = Signal(
     "kvobs_loads_slower_than_computing_total",
-    "Loads with an estimate for which requests waited longer than computing would have taken.",
+    "Loads with an estimate that took longer than computing would have taken.",
 )
 LOAD_STALL = Signal(
     "kvobs_load_stall_seconds",
@@ -265,13 +260,13 @@ FAILED_SYNC_LOADS = Signal(
 )
 SAVES = Signal(
     "kvobs_saves_total",
-    "Promised saves that have ended, by outcome; ok: reported by the connector, which does not prove that they were "
-    "stored or read; abandoned: not reported by a connector in quarantine.",
+    "Promised saves that have ended. ok: reported by the connector, which does not prove that they were stored or "
+    "read; abandoned: not reported by a connector in quarantine.",
     {"outcome": ("ok", "abandoned")},
 )
 SAVE_HOLD = Signal(
     "kvobs_save_hold_seconds",
-    "Time from a request's end to the completion of its promised save, during which its blocks are held.",
+    "Time from a request's end to the completion of its promised save: its blocks are held.",
     bounds=_REQUEST_BOUNDS,
 )
 SAVE_STALL = Signal(
@@ -279,19 +274,20 @@ SAVE_STALL = Signal(
 )
 IN_FLIGHT = Signal(
     "kvobs_in_flight",
-    "Lookups that requests wait for, loads, and promised saves in progress; resume: loaded requests that are not "
-    "scheduled yet.",
+    "Lookups that requests wait for, loads, loaded requests that are not scheduled yet (awaiting_schedule), and "
+    "promised saves.",
     {"kind": _WAITS},
 )
 OLDEST_IN_FLIGHT = Signal(
     "kvobs_oldest_in_flight_seconds",
-    "Age of the oldest item in kvobs_in_flight, for a lookup since its first 'not yet'; 0 if there is none. It grows "
-    "while an engine hangs.",
+    "Age of the oldest item in kvobs_in_flight, for a lookup since its first 'not yet'. It grows while an engine "
+    "hangs.",
     {"kind": _WAITS},
 )
 HELD_TOKENS = Signal(
     "kvobs_held_tokens",
-    "Tokens whose KV cache blocks are held by loads, resumes and promised saves in progress (tokens).",
+    "Tokens whose KV cache blocks are held by loads, loaded requests that are not scheduled yet, and promised saves "
+    "(tokens).",
     {"kind": _WAITS[1:]},
 )
 RANK_SKEW = Signal(
@@ -311,13 +307,12 @@ STUCK_TRANSFERS = Signal(
 UNEXPECTED_REPORTS = Signal(
     "kvobs_unexpected_reports_total",
     "Reports about a load or save that the connector does not own. An end is ignored; a failure or bad blocks count "
-    "for the load that is open.",
+    "for the open load.",
     {"kind": ("load", "failure", "save", "blocks")},
 )
 VERIFIED_BLOCKS = Signal(
     "kvobs_verified_blocks_total",
-    "Loaded blocks compared with the blocks computed for the same tokens, over the ranks of a host; unknown: "
-    "computed elsewhere, long ago, or not comparable; lossy: close but not equal. Counted with the option "
+    "Loaded blocks compared with the blocks computed for the same tokens, over the ranks of a host, with "
     "verify.sample_ratio.",
     {"outcome": ("match", "lossy", "mismatch", "unknown")},
 )
@@ -325,31 +320,25 @@ CORRUPT_BLOCKS = Signal(
     "kvobs_corrupt_blocks_total", "Verified blocks with outcome mismatch on this rank.", {"rank": OPEN}
 )
 QUARANTINED = Signal("kvobs_quarantined", "1 while a connector in the option best_effort is in quarantine.")
-QUARANTINES = Signal(
-    "kvobs_quarantines_total", "Quarantines after a failure or a slow call; most are shorter than a scrape interval."
-)
+QUARANTINES = Signal("kvobs_quarantines_total", "Quarantines after a failure or a slow call.")
 KV_EVENTS = Signal(
     "kvobs_kv_events_total",
-    "KV cache events of the connector that kvobs passed on to vLLM, which publishes them; removed includes a cleared "
-    "cache.",
+    "KV cache events of the connector that kvobs passed on to vLLM; removed includes a cleared cache.",
     {"type": ("stored", "removed"), "medium": ("cpu", "storage", "other")},
 )
 SAVE_TOKENS = Signal(
     "kvobs_save_tokens_total",
-    "Tokens that the connector stored in a medium, according to its KV cache events; absent if these are off or do "
-    "not report it (tokens).",
+    "Tokens that the connector stored, by its KV cache events; absent without them (tokens).",
     {"medium": KV_EVENTS.labels["medium"]},
 )
 EVICTED_TOKENS = Signal(
     "kvobs_evicted_tokens_total",
-    "Tokens that the connector evicted from a medium, according to its KV cache events; a cleared cache does not "
-    "count (tokens).",
+    "Tokens that the connector evicted, by its KV cache events, without a cleared cache (tokens).",
     {"medium": KV_EVENTS.labels["medium"]},
 )
 FOLLOWED_EVICTIONS = Signal(
     "kvobs_evicted_followed_tokens_total",
-    "Evicted tokens of which it is known whether a prompt asks for them again: an estimate, from samples of "
-    "kvobs_evicted_tokens_total (tokens).",
+    "Evicted tokens of which it is known whether a prompt asks for them again: an estimate from samples (tokens).",
     {"medium": KV_EVENTS.labels["medium"]},
 )
 REUSED_EVICTIONS = Signal(
@@ -360,8 +349,8 @@ REUSED_EVICTIONS = Signal(
 )
 STORED_TOKENS = Signal(
     "kvobs_stored_tokens",
-    "Tokens that a medium of the connector holds, according to its KV cache events: stored minus removed since the "
-    "start; absent if these are off, or do not report evictions or sizes (tokens).",
+    "Tokens that the connector holds, by its KV cache events: stored minus removed since the start; absent without "
+    "events, evictions or sizes (tokens).",
     {"medium": KV_EVENTS.labels["medium"]},
 )
 BLOCK_COPY_DURATION = Signal(
@@ -372,7 +361,7 @@ BLOCK_COPY_DURATION = Signal(
 )
 BLOCK_COPY_BYTES = Signal(
     "kvobs_block_copy_bytes_total",
-    "Bytes of block copies between the KV cache and the connector's host buffer, over the ranks of a host (bytes).",
+    "Bytes of block copies, over the ranks of a host (bytes).",
     {"direction": DIRECTIONS},
 )
 CONNECTOR_INFO = Signal(
@@ -382,7 +371,7 @@ CONNECTOR_INFO = Signal(
 )
 LINK_SPEED = Signal(
     "kvobs_link_bytes_per_second",
-    "Speed of the connector's links from the option link_gbps; absent without it (bytes).",
+    "Speed of the connector's links, from the option link_gbps (bytes).",
     {"connector": OPEN},
     scope=Scope.OUTSIDE,
 )
@@ -392,38 +381,38 @@ CAPACITY_TOKENS = Signal(
 )
 ESTIMATE_PREFILLS = Signal(
     "kvobs_estimate_prefills_total",
-    "Steps with prefills from which the estimate of computing time has learned; while there are few, no load has an "
+    "Steps with prefills that the estimate of computing time has learned from; while there are few, no load has an "
     "estimate.",
     scope=Scope.PROCESS,
 )
 STEP_SECONDS = Signal(
     "kvobs_step_seconds_total",
-    "Duration of the steps used to check the estimate: prefill steps without sync loads or encoder input, and a "
-    "sample of decode-only steps. While it does not grow, the engine computes nothing.",
+    "Duration of the steps that check the estimate: prefill steps without sync loads or encoder input, and a sample "
+    "of decode-only steps. While it does not grow, the engine computes nothing.",
     scope=Scope.PROCESS,
 )
 REUSE_DISTANCE = Signal(
     "kvobs_reuse_distance_tokens",
-    "Prompt tokens in full blocks, by the number of distinct tokens used since their last use, including themselves: "
-    "an LRU cache of that size would hold them; +Inf: used for the first time, or last used very long ago. An "
-    "estimate; the sum is not counted (tokens).",
+    "Prompt tokens in full blocks, by the number of distinct tokens used since their last use: an LRU cache of that "
+    "size would hold them; +Inf: used for the first time or very long ago. An estimate; the sum is not counted "
+    "(tokens).",
     bounds=_REUSE_BOUNDS,
     scope=Scope.PROCESS,
 )
 LOADABLE_TOKENS = Signal(
     "kvobs_loadable_tokens_total",
     "Prompt tokens in full blocks seen before and since evicted from vLLM's own cache: the most that a connector "
-    "storing every prompt could serve. An estimate (tokens).",
+    "that stores every prompt could serve. An estimate (tokens).",
     scope=Scope.PROCESS,
 )
 PROMPT_TAIL_TOKENS = Signal(
     "kvobs_prompt_tail_tokens_total",
-    "Prompt tokens that no cache can serve: the tokens after the last full block, at least the last token (tokens).",
+    "Prompt tokens after the last full block, at least the last token, which no cache can serve (tokens).",
     scope=Scope.PROCESS,
 )
 LOCAL_CACHE_TOKENS = Signal(
     "kvobs_local_cache_tokens",
-    "Size of vLLM's own KV cache (tokens). Only EngineCore's host reports it: one series per engine.",
+    "Size of vLLM's own KV cache: one series per engine (tokens).",
     scope=Scope.PROCESS,
 )
 BUILD_INFO = Signal(
@@ -438,27 +427,26 @@ START_TIME = Signal(
 Where = Literal["record", "trace", "merge", "rebuild", "verify", "read", "export", "version"]
 INTERNAL_ERRORS = Signal(
     "kvobs_internal_errors_total",
-    "Errors in kvobs's telemetry that were contained: measurements are lost, serving is not affected.",
+    "Contained errors of kvobs's telemetry: measurements are lost, serving is not affected.",
     {"where": get_args(Where)},
     scope=Scope.PROCESS,
 )
 OVERHEAD_SECONDS = Signal(
     "kvobs_overhead_seconds_total",
-    "Time spent in kvobs's telemetry: recording calls (estimated as their number times a cost measured once) and "
-    "exporting spans.",
+    "Time spent in kvobs's telemetry: recording calls (estimated) and exporting spans.",
     {"stage": ("record", "export")},
     scope=Scope.PROCESS,
 )
 SPANS_DROPPED = Signal(
     "kvobs_spans_dropped_total",
-    "Spans lost: above 200 per second in a process (rate), overwritten before they were read (missed), dropped "
-    "because the exporter's queue was full (queue), or rejected by the collector (export).",
+    "Spans lost: above 200 per second in a process (rate), overwritten before they were read (missed), no room in "
+    "the exporter's queue (queue), or rejected by the collector (export).",
     {"where": ("rate", "missed", "queue", "export")},
     scope=Scope.PROCESS,
 )
 MALFORMED_CONTEXTS = Signal(
     "kvobs_malformed_contexts_total",
-    "Requests with a malformed trace context in their headers or in kv_transfer_params.kvobs.",
+    "Requests with a malformed trace context in headers or in kv_transfer_params.kvobs.",
     {"source": ("headers", "params")},
     scope=Scope.PROCESS,
 )
@@ -467,7 +455,7 @@ REQUEST_LOG_DROPPED = Signal(
 )
 GC_PAUSES = Signal(
     "kvobs_gc_pause_seconds_total",
-    "Pauses of Python's garbage collector in the engine's processes; no call counts as slow because of them.",
+    "Pauses of Python's garbage collector; no call counts as slow because of them.",
     {"process": ("scheduler", "worker")},
     scope=Scope.PROCESS,
 )
@@ -480,14 +468,14 @@ _CALL = {"connector": OPEN, "hook": OPEN}
 CALL_IN_PROGRESS = Signal(
     "kvobs_call_in_progress_seconds",
     "Age of a call into a connector that has lasted more than a second, even while the GIL is held; rank: the "
-    "worker's rank, or scheduler. Covers the processes on the host that serves it.",
+    "worker's rank, or scheduler. Of the processes on the host that serves it.",
     {**_CALL, "rank": OPEN},
     scope=Scope.OUTSIDE,
 )
 ENGINE_ENDED = Signal(
     "kvobs_engine_ended",
-    "1 after an exception that crashes the engine, or after its unexpected end; 2 during the first 15 minutes of its "
-    "next life. Labels: the call in which it ended (empty: none), and an exception's class, a signal or an exit code.",
+    "1 after an exception that crashes the engine, or its unexpected end; 2 in the first 15 minutes of its next "
+    "life. Labels: the call in which it ended (empty: none), and an exception's class, a signal or an exit code.",
     {**_CALL, "reason": OPEN},
     scope=Scope.OUTSIDE,
 )

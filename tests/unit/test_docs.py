@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from dashboards.__main__ import BOARDS
 from dashboards.alerts import ALERTS
 from dashboards.rules import RECORDINGS, SOON_RECORDINGS
+from dashboards.site import thresholds
+from docs import tables
 from docs.pages import ROOT, measured, table, write
 from kvobs.cli import app
 from kvobs.cli.commands import COMMANDS, load
@@ -73,6 +75,11 @@ def test_dashboards_page_counts_boards_rules_and_alerts() -> None:
     counts = f"ships five Grafana boards, {rules} recording rules, {len(ALERTS)} alerts"
     assert len(BOARDS) == 5
     assert counts in " ".join(TEXTS["docs/boards.md"].split())
+
+
+@pytest.mark.parametrize("name", thresholds())
+def test_the_table_of_alerts_names_every_threshold(name: str) -> None:
+    assert f"(`{name}`)" in tables.alert_rules()
 
 
 def test_titles_of_the_published_benchmark_are_those_of_its_code() -> None:
