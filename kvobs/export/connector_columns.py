@@ -19,24 +19,19 @@ class Column(NamedTuple):
 
 
 MEANINGS = {
-    "run, wait, TTFT": "running and waiting requests, and the time to the first token: from vLLM's own metrics, "
-    "which the exporter does not serve",
-    "telemetry, errors in it": "share of the server's time spent in kvobs itself, and internal errors since the start",
-    "hits": "share of hits among the requests that were answered or timed out; each request counts once",
+    "run, wait, TTFT": "running and waiting requests, and the time to the first token: from vLLM's own metrics",
+    "telemetry, errors in it": "share of the server's time spent in kvobs, and internal errors since the start",
+    "hits": "share of hits among the requests that were answered or timed out",
     "tokens, loads, lookups": "tokens loaded, successful loads, and requests that were answered or timed out",
-    "bytes, lost to a shorter offer": "bytes over all ranks; offered tokens beyond the offer of the connector that "
-    "was chosen",
-    "saved": "tokens stored in memory and on disk, summed, from the connector's KV cache events; most connectors "
-    "publish none",
-    "stored, evicted": "tokens that it holds now, of its size if its options state that, and tokens that it forgot; "
-    "from the same events",
-    "load p50, p99, mean": "duration of successful loads; p50 and p99 are the middle of a bucket, accurate to 10 %",
+    "bytes, lost to a shorter offer": "bytes over all ranks; tokens offered beyond the chosen connector's offer",
+    "saved": "tokens stored, by the connector's KV cache events; most connectors publish none",
+    "stored, evicted": "tokens that it holds now, of its size if known, and tokens that it forgot, by these events",
+    "load p50, p99, mean": "duration of successful loads; p50 and p99 are accurate to 10 %",
     "sched busy": "share of the time that the scheduler spent in calls into the connector: no step runs meanwhile",
     "stall": "time that steps waited for loads and saves, summed over ranks",
     "oldest, loads open, saves held": "open loads and held saves, and the age of the oldest of these, of the lookups "
     "that requests wait for, and of the loaded requests that are not scheduled yet",
-    "gain": "time that computing the loaded tokens would have taken, minus the time that requests waited for them, "
-    "for loads with an estimate",
+    "gain": "time that computing the loaded tokens would have taken, minus the waits, for loads with an estimate",
     "slowest rank, skew p99": "the rank that was slowest most often, with its share; how much longer the slowest "
     "rank took than the fastest",
     "errors": "exceptions raised by the connector, plus failed loads",
