@@ -89,9 +89,8 @@ SLOW_LOAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/requests.md"])
-def test_a_trace_is_what_the_demo_prints(page: str) -> None:
-    _, *shown = sample(page, "trace 1f91")  # ids are any
+def test_a_trace_is_what_the_demo_prints() -> None:
+    _, *shown = sample("README.md", "trace 1f91")  # ids are any
     assert not_printed(shown, printed(tree.tree(SLOW_LOAD), width=max(map(len, shown)))) == []
 
 
