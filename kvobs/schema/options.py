@@ -51,8 +51,7 @@ class TracingOptions(_Strict):
     level: Literal["off", "requests", "calls"] | None = Field(
         default=None,
         description="`requests`: writes spans for sampled requests, and for everything slow or failed; `calls`: also "
-        "for every call into every connector; `off`: writes no spans; default: `requests` if an OTLP endpoint is "
-        "configured",
+        "for every call; `off`: no spans; default: `requests` if an OTLP endpoint is configured",
     )
     propagate: StrictBool = Field(
         default=False,
@@ -66,13 +65,13 @@ class VerifyOptions(_Strict):
     sample_ratio: Annotated[float, Field(gt=0, le=1, strict=True)] | None = Field(
         default=None,
         description="compares this part of the blocks that connectors load with the bytes that vLLM computed for "
-        "the same tokens; 0.01 costs little, 1 finds every wrong block; `null`: compares none",
+        "the same tokens; 0.01 costs little, 1 finds every wrong block",
     )
     on_mismatch: Literal["report", "recompute"] = Field(
         default="report",
         description="`report`: only reports a wrong block; `recompute`: fails the asynchronous load, so that vLLM "
-        "(0.30 and newer) recomputes its tokens; a load with sampled blocks completes only after the comparison. It "
-        "needs `sample_ratio`, and `kv_load_failure_policy` `recompute` at the top level",
+        "(0.30 and newer) recomputes its tokens. It needs `sample_ratio`, and `kv_load_failure_policy` `recompute` at "
+        "the top level",
     )
 
     @property
@@ -171,17 +170,15 @@ class Options(_Strict):
     )
     link_gbps: Mapping[StrictStr, Positive] = Field(
         default={},
-        description="states the speed of the links that a connector loads over, by its name: in Gbit/s, like a NIC, "
-        "for all ranks of an engine together. Dashboards and an alert compare loads with it; it has no other "
-        "effect",
+        description="states the speed of a connector's links, by its name: in Gbit/s, like a NIC, for all ranks of an "
+        "engine together. Dashboards and an alert compare loads with it",
     )
     best_effort: tuple[StrictStr, ...] = Field(
         default=(),
-        description="names best-effort connectors: a connector that fails goes into quarantine (it gets no new "
-        "requests for a while) instead of crashing the engine. A request whose load it may have started waits up "
-        "to 10 s, then it is looked up in the other connectors, or computed. Needs `kv_load_failure_policy` "
-        "`recompute` at the top level. Synchronous loads of these connectors are used only if no other connector "
-        "saves",
+        description="names best-effort connectors: one that fails gets no new requests for a while, instead of "
+        "crashing the engine. A request whose load it may have started waits up to 10 s, then another connector loads "
+        "it, or vLLM computes it. Needs `kv_load_failure_policy` `recompute` at the top level. Synchronous loads of "
+        "these connectors are used only if no other connector saves",
     )
     best_effort_slow_ms: Positive = Field(
         default=1000,
