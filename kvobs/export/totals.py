@@ -170,7 +170,8 @@ class Totals:
         native = str(all(page.process.is_native for page in pages)).lower()
         points[signals.BUILD_INFO] = [Point((*labels, info.kvobs_version, info.vllm_version, native), 1)]
         began_ns = self.engine.head.began_ns if self.engine.head is not None else 0
-        points[signals.START_TIME] = [Point(labels, began_ns * signals.START_TIME.unit)]
+        # VictoriaMetrics rounds more digits in one block and not in another: rules compare start times with each other.
+        points[signals.START_TIME] = [Point(labels, round(began_ns * signals.START_TIME.unit, 3))]
         policies = info.load_policy, info.failure_policy
         points[signals.CONNECTOR_INFO] = [
             Point((*labels, connector.name, str(i), connector.class_name, connector.role, *policies), 1)

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter_ns
 from types import SimpleNamespace
@@ -157,7 +158,7 @@ def test_the_engine_and_its_connectors_are_there_from_the_start() -> None:
     assert (build.labels, build.value) == (("tiny", "2", "1", "0.32.0", "false"), 1)
     (start,) = points(totals, signals.START_TIME)
     assert start.labels == ("tiny", "2")
-    assert start.value == pytest.approx(pages.writers[0].process.began_ns / 1e9)
+    assert start.value == pytest.approx(pages.writers[0].process.began_ns / 1e9, abs=0.001)
     assert points(totals, signals.LINK_SPEED) == []
     connectors = (ConnectorInfo("one", "C", "kv_both", link_gbps=400), ConnectorInfo("two", "C", "kv_both"))
     assert points(Pages(connectors=connectors).totals(), signals.LINK_SPEED) == [Point(("tiny", "0", "one"), 50e9)]
@@ -316,6 +317,16 @@ def test_openmetrics_has_exemplars_at_the_same_path() -> None:
     content_type, text = exposition(totals).text("text/plain")
     assert content_type.startswith("text/plain")
     assert not [s for f in plain(text.decode()) for s in f.samples if s.exemplar is not None]
+
+
+def test_a_start_time_has_no_more_digits_than_every_store_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VictoriaMetrics also returned 1795919721.8830268 as ...266: rules that compare start times saw another engine."""
+    totals = Pages().totals()
+    assert totals.engine.head is not None
+    head = replace(totals.engine.head, began_ns=1_795_919_721_883_026_812)
+    monkeypatch.setattr(type(totals.engine), "head", head)
+    (start,) = points(totals, signals.START_TIME)
+    assert repr(start.value) == "1795919721.883"
 
 
 @pytest.mark.usefixtures("in_production")
