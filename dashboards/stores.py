@@ -71,21 +71,23 @@ def evicted() -> tuple[Query, ...]:
         # vllm 0.32.0, v1/.../offloading/metrics.py and v1/simple_kv_offload/metrics.py.
         Query(
             VLLM.vllm_rate("kv_offload_allocation_failure_total", "connector"),
-            "{{connector}} saves without room (OffloadingConnector)",
+            "{{connector}} saves/s without room (OffloadingConnector)",
             looks.BAD,
-            unit="ops",
+            unit="none",
         ),
         Query(
             VLLM.vllm_rate("simple_kv_offload_save_outcomes_total", "connector", matching='outcome="dropped_cpu_full"'),
-            "{{connector}} blocks without room (SimpleCPUOffloadConnector)",
+            "{{connector}} blocks/s without room (SimpleCPUOffloadConnector)",
             looks.BAD,
-            unit="ops",
+            unit="none",
         ),
         # lmcache 0.5.6, lmcache/observability.py.
-        Query(_rate("lmcache[:_]local_cpu_evict_keys_count_total"), "LMCache's evicted chunks", unit="ops"),
+        Query(_rate("lmcache[:_]local_cpu_evict_keys_count_total"), "LMCache's evicted chunks/s", unit="none"),
         # lmcache 0.5.6, lmcache/v1/mp_observability/subscribers/metrics/l1.py and l2.py.
-        Query(_rate("lmcache_mp_l1_evicted_chunks_total"), "LMCache server's evicted chunks", unit="ops"),
-        Query(_rate("lmcache_mp_l2_evicted_objects_chunks_total"), "LMCache server's chunks evicted below", unit="ops"),
+        Query(_rate("lmcache_mp_l1_evicted_chunks_total"), "LMCache server's evicted chunks/s", unit="none"),
+        Query(
+            _rate("lmcache_mp_l2_evicted_objects_chunks_total"), "LMCache server's evicted chunks/s (L2)", unit="none"
+        ),
         # Mooncake 0110d6b6, mooncake-store/src/master_metric_manager.cpp: a counter, without the usual ending.
         Query(_rate("master_evicted_size_bytes"), "Mooncake's evicted bytes", unit="Bps"),
     )

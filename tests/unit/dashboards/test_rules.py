@@ -126,7 +126,8 @@ ALLOWED_TWICE = {
 
 def vectors(node: promql_parser.Expr) -> Iterator[str]:
     """Yield a query and each vector within it, in one form."""
-    yield " ".join(node.prettify().split())
+    if not isinstance(node, promql_parser.ParenExpr):
+        yield " ".join(node.prettify().split())
     inside = [getattr(node, name, None) for name in ("expr", "lhs", "rhs", "vector_selector", "param")]
     for each in (*inside, *getattr(node, "args", ())):
         if isinstance(each, promql_parser.Expr):

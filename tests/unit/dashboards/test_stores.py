@@ -31,14 +31,14 @@ STORES: dict[str, tuple[dict[str, str], dict[str, float]]] = {
     "Mooncake's memory": ({"master_allocated_bytes{}": "5x20", "master_total_capacity_bytes{}": "10x20"}, {"": 0.5}),
     "Mooncake's files": (
         {"master_allocated_file_size_bytes{}": "5x20", "master_total_file_capacity_bytes{}": "10x20"}, {"": 0.5}),
-    "{{connector}} saves without room (OffloadingConnector)": (
+    "{{connector}} saves/s without room (OffloadingConnector)": (
         {'vllm:kv_offload_allocation_failure_total{connector="cpu"}': RISING}, {"cpu": 10}),
-    "{{connector}} blocks without room (SimpleCPUOffloadConnector)": (
+    "{{connector}} blocks/s without room (SimpleCPUOffloadConnector)": (
         {f'vllm:simple_kv_offload_save_outcomes_total{{connector="cpu",outcome="{outcome}"}}': RISING
          for outcome in ("stored", "dropped_cpu_full")}, {"cpu": 10}),
-    "LMCache's evicted chunks": ({"lmcache:local_cpu_evict_keys_count_total{}": RISING}, {"": 10}),
-    "LMCache server's evicted chunks": ({"lmcache_mp_l1_evicted_chunks_total{}": RISING}, {"": 10}),
-    "LMCache server's chunks evicted below": ({"lmcache_mp_l2_evicted_objects_chunks_total{}": RISING}, {"": 10}),
+    "LMCache's evicted chunks/s": ({"lmcache:local_cpu_evict_keys_count_total{}": RISING}, {"": 10}),
+    "LMCache server's evicted chunks/s": ({"lmcache_mp_l1_evicted_chunks_total{}": RISING}, {"": 10}),
+    "LMCache server's evicted chunks/s (L2)": ({"lmcache_mp_l2_evicted_objects_chunks_total{}": RISING}, {"": 10}),
     "Mooncake's evicted bytes": ({"master_evicted_size_bytes{}": RISING}, {"": 10}),
 }  # fmt: skip
 
