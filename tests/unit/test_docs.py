@@ -168,6 +168,14 @@ def test_every_command_and_its_options_exist(line: Mention) -> None:
     assert {word for word in words if word.startswith("-") and word != "-"} <= known
 
 
+@pytest.mark.parametrize("line", [line for line in command_lines() if "--threshold " in line.what], ids=str)
+def test_a_threshold_in_a_command_is_accepted(line: Mention, tmp_path: Path) -> None:
+    chosen = re.findall(r"--threshold ([a-z_]+=[\d.]+)", line.what)
+    words = [word for threshold in chosen for word in ("--threshold", threshold)]
+    result = CliRunner().invoke(app, ["dashboards", "export", str(tmp_path), *words])
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize("name", every(r"\b(kvobs_[a-z_]+[a-z])\b"), ids=str)
 def test_every_metric_exists(name: Mention) -> None:
     known = {signal.name for signal in SIGNALS} | {"kvobs_version"}  # a field of `kvobs top --json`
