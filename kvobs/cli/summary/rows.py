@@ -51,6 +51,7 @@ class ConnectorSums:
     waited_s: float | None
     scheduler_s: float
     missed_tokens: Mapping[str, int] = field(default_factory=dict)  # asked for and not offered, by reason
+    corrupt_blocks: int = 0  # verified, over all ranks
 
 
 class Measure(NamedTuple):
@@ -93,6 +94,7 @@ MEASURES = (
     Measure("loads", "loads", _count, "that ended well", True),
     Measure("failed_loads", "loads failed", _count, "their tokens were computed, or the request failed", True),
     Measure("aborted_loads", "loads aborted", _count, "the request ended first"),
+    Measure("corrupt_blocks", "blocks with wrong bytes", _count, "by [verify](verify.md), over all ranks"),
     Measure("exceptions", "exceptions", _count, "out of calls into the connector"),
     Measure("load_p50_s", "load p50", duration, "of loads that ended well, within 10 %"),
     Measure("load_p99_s", "load p99", duration, "the same"),
@@ -157,7 +159,7 @@ NAMES = {
     *(signal.name
       for signal in (
           signals.LOOKUPS, signals.OFFERED_TOKENS, signals.UNUSED_HIT_TOKENS, signals.LOADS, signals.LOAD_TOKENS,
-          signals.MISSED_TOKENS,
+          signals.MISSED_TOKENS, signals.CORRUPT_BLOCKS,
           signals.LOAD_BYTES, signals.PREFILL_SAVED, signals.LOAD_WAITED, signals.ESTIMATED_LOADS, signals.CALL_ERRORS,
           signals.ESTIMATE_PREFILLS, signals.CONNECTOR_INFO, signals.BUILD_INFO, signals.START_TIME,
       )),
@@ -258,6 +260,7 @@ def connector_sums(name: str, numbers: Numbers) -> ConnectorSums:
         waited_s=numbers.total(signals.LOAD_WAITED) if estimated else None,
         scheduler_s=sum(numbers.total(signals.CALL_DURATION, "_sum", hook=hook) for hook in SCHEDULER_HOOKS),
         missed_tokens={reason: n for reason in MISSED if (n := count(signals.MISSED_TOKENS, reason=reason))},
+        corrupt_blocks=count(signals.CORRUPT_BLOCKS),
     )
 
 

@@ -18,7 +18,7 @@ GAP = 2
 NAME_AT_MOST, TITLE_AT_LEAST = 20, 10
 """Characters in one line of a connector's name, or of a number's title in a narrow window: the rest is below."""
 MORE, LESS = "+", "-"
-BAD = frozenset({"loads failed", "exceptions", "timed out"})
+BAD = frozenset({"loads failed", "blocks with wrong bytes", "exceptions", "timed out"})
 
 
 @dataclass(frozen=True)

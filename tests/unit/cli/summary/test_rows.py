@@ -52,6 +52,8 @@ kvobs_loads_total{connector="cpu",engine="0",mode="sync",model_name="tiny",outco
 kvobs_loads_total{connector="cpu",engine="0",mode="async",model_name="tiny",outcome="aborted"} 2.0
 kvobs_loads_total{connector="cpu",engine="0",mode="async",model_name="tiny",outcome="failed"} 3.0
 kvobs_call_errors_total{connector="cpu",engine="0",hook="start_load_kv",error_type="OSError",model_name="tiny"} 2.0
+kvobs_corrupt_blocks_total{connector="cpu",engine="0",model_name="tiny",rank="0"} 5.0
+kvobs_corrupt_blocks_total{connector="cpu",engine="0",model_name="tiny",rank="1"} 2.0
 kvobs_load_tokens_total{connector="cpu",engine="0",model_name="tiny"} 3968.0
 kvobs_load_bytes_total{connector="cpu",engine="0",model_name="tiny"} 1.6e+09
 kvobs_load_duration_seconds_sum{connector="cpu",engine="0",mode="async",model_name="tiny"} 0.06
@@ -92,7 +94,7 @@ def test_each_connectors_growth_is_summed_over_engines_and_modes() -> None:
         "loaded_tokens": 3968, "loaded_bytes": 1_600_000_000, "bytes_per_s": pytest.approx(2e10),
         "load_p50_s": None, "load_p99_s": None, "load_mean_s": pytest.approx(0.02), "load_stall_s": 0.5,
         "save_stall_s": 0.25, "estimated_loads": 3, "saved_s": 0.9, "waited_s": 0.4, "scheduler_s": 0.125,
-        "missed_tokens": {"never_seen": 64, "evicted": 192},
+        "missed_tokens": {"never_seen": 64, "evicted": 192}, "corrupt_blocks": 7,
     }  # fmt: skip
     assert (disk.connector, disk.lookups, disk.hit_share, disk.pending) == ("disk", 0, None, 54321)
     assert (disk.offered_tokens, disk.lost_tokens, disk.save_stall_s, disk.saved_s) == (2048, 64, 54.321, None)
