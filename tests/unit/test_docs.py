@@ -75,6 +75,8 @@ def test_dashboards_page_counts_boards_rules_and_alerts() -> None:
     counts = f"ships five Grafana boards, {rules} recording rules, {len(ALERTS)} alerts"
     assert len(BOARDS) == 5
     assert counts in " ".join(TEXTS["docs/boards.md"].split())
+    loaded = rules + len(ALERTS)
+    assert f"rules of kvobs: {loaded} of {loaded}\n" in TEXTS["docs/check.md"]
 
 
 @pytest.mark.parametrize("name", thresholds())
