@@ -77,7 +77,7 @@ def columns(*, since_start: bool, narrow: bool = False) -> list[Column]:
 
 def _gain(row: ConnectorRow, per_s: str) -> str:
     """Return the gain with the number of loads that it is of, or why there is none."""
-    if row.gain_s_per_s is None:
+    if row.gain_s_per_s is None or not (row.loads_per_s or row.estimated_loads_per_s):
         return no_estimate(row.prefills_seen) if row.loads_per_s else NONE
     return f"{signed_amount(row.gain_s_per_s)} of {amount(row.estimated_loads_per_s)} loads{per_s}"
 

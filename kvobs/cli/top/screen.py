@@ -112,7 +112,8 @@ def _lay_out_servers(servers: Sequence[Server], *, narrow: bool) -> _Rows:
     titles = ("run", "wait", "TTFT\np50", "TTFT\np99", "telemetry", "errors\nin it")
     rows = _Rows("servers", ["   server" if several else "server", *([] if narrow else ["model"])], titles)
     for number, server in sorted(enumerate(servers, 1), key=lambda entry: entry[1].error is None):
-        address = Text(f"{number:>2} {server.address}" if several else server.address)
+        name = server.address.removeprefix(f"{server.model} at ")  # a cut name keeps its port: the model is next to it
+        address = Text(f"{number:>2} {name}" if several else name)
         if server.error is not None:
             rows.add([address], Text(server.error, "red"))
             continue

@@ -104,6 +104,8 @@ def test_a_gain_has_the_number_of_its_loads_or_why_there_is_none() -> None:
     assert "gain: 0.04 of 1.2 loads/s" in texts[0]
     assert "gain: no estimate yet: 90 prefills seen" in texts[1]
     assert "gain" not in texts[2]
+    idle = replace(CPU, gain_s_per_s=0.0, loads_per_s=0, estimated_loads_per_s=0)
+    assert "gain" not in " ".join(shown([replace(SERVER, connectors=(idle,))], 200))
 
 
 def test_how_full_a_store_is_stands_below_its_connector() -> None:
@@ -151,6 +153,13 @@ def test_each_of_several_servers_has_a_number() -> None:
     assert [line.split()[:3] for line in lines if re.match(r" \d +\d ", line)] == [
         ["1", "0", "cpu"], ["1", "0", "disk"], ["1", "0", "remote"], ["3", "0", "cpu"], ["3", "1", "cpu"]
     ]  # fmt: skip
+
+
+def test_engines_of_one_model_on_this_host_show_their_ports() -> None:
+    model = "meta-llama/Llama-3.1-8B-Instruct"
+    servers = [replace(SERVER, address=f"{model} at port {port}", model=model) for port in (8000, 8001)]
+    lines = shown(servers, 80)
+    assert [line[:13] for line in lines if "port" in line] == [" 1 port 8000 ", " 2 port 8001 "]
 
 
 def test_the_column_sorted_by_is_in_the_title_and_stands_out() -> None:
