@@ -38,12 +38,12 @@ EXAMPLES = examples(
 def trace(
     *,
     id_: Annotated[
-        str | None, typer.Option("--id", metavar="ID", help="Only the request, or trace, whose id has this in it.")
+        str | None, typer.Option("--id", metavar="ID", help="Only the request, or trace, whose id contains this.")
     ] = None,
     connector: Annotated[str | None, typer.Option(metavar="NAME", help="Only loads of this connector.")] = None,
     since: Annotated[str | None, typer.Option(metavar="TIME", help="Only loads of the last 90s, 10m, 2h.")] = None,
-    newest: Annotated[bool, typer.Option("--newest", help="The newest first, and not the slowest.")] = False,
-    at_most: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Show so many.")] = AT_MOST,
+    newest: Annotated[bool, typer.Option("--newest", help="The newest first instead of the slowest.")] = False,
+    at_most: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Show this many.")] = AT_MOST,
     chrome_file: Annotated[
         Path | None,
         typer.Option("--chrome", metavar="FILE", help="Also write all for https://ui.perfetto.dev; .gz compresses."),
