@@ -242,7 +242,7 @@ class Demo:
             lines += [f"http://{HOST}:{port}/     # its status page, in a browser"] * self.exporter
         self.console.print("\n[bold]Next steps[/]")
         self.copyable(*lines, STACK)
-        title = "\n[bold]With your vLLM[/]: list your own connectors, each configured as if it were the only one"
+        title = "\n[bold]With your vLLM[/]: list your own connectors, each configured as if it were alone"
         self.console.print(title)
         self.copyable(f"vllm serve MODEL --kv-transfer-config '{json.dumps(ON_A_GPU)}'")
 
