@@ -202,6 +202,8 @@ class Demo:
             if wrong and not (self.fault and self.fault.logged):
                 raise server.failure(f"{len(wrong)} prompts got a different answer when their blocks were loaded.")
             same = "loaded or computed: the same answers, token for token"
+            if self.fault and self.fault.logged:  # a tiny model may answer the same from wrong bytes
+                same = "the same answers this time, although bytes were wrong"
             step.succeed(f"{len(wrong)} prompts got another answer than before, without an error" if wrong else same)
         time.sleep(SETTLE_S)
         after = reading(server)
