@@ -75,9 +75,9 @@ def summary(
     *,
     engine: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Address of a server, as kvobs top takes it; repeatable.  [default: the engines of this host]"),
+        typer.Option(metavar="URL", help="Address of a server, as kvobs top takes it; repeatable. Default: all here."),
     ] = None,
-    for_: Annotated[str | None, typer.Option("--for", metavar="TIME", help="Wait this long, e.g. 90s, 10m, 2h.")] = None,
+    for_: Annotated[str | None, typer.Option("--for", metavar="TIME", help="Wait this long: 90s, 10m, 2h.")] = None,
     since_start: Annotated[bool, typer.Option("--since-start", help="All since the engines' start.")] = False,
     prometheus: Annotated[str | None, typer.Option(metavar="URL", help="Read a Prometheus, with --from.")] = None,
     from_: Annotated[
