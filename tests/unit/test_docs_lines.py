@@ -7,7 +7,7 @@ import pytest
 from tests.support.messages import is_written
 from tests.support.pages import ALL_TEXTS, Mention, paragraphs
 
-COMMANDS = {"curl", "docker", "helm", "jq", "kubectl", "kvobs", "make", "pip", "python", "sum"}
+COMMANDS = {"cog", "curl", "docker", "helm", "jq", "kubectl", "kvobs", "make", "pip", "python", "sum"}
 LEAST_WORDS = 3  # fewer are a name
 
 
