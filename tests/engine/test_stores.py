@@ -8,7 +8,10 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvobs.demo.run import host_memory, multi_connector
+from kvobs.export.connector_rows import server_row
+from kvobs.export.numbers import Scrape
 from kvobs.schema import signals
+from kvobs.schema.verdicts import THRASHING
 from tests.engine.metered import BYTES_PER_TOKEN
 from tests.engine.published import Subscriber
 from tests.engine.serving import ServedEngine, eventually, prompt, total
@@ -62,6 +65,10 @@ def test_tokens_stored_and_evicted_are_those_of_the_events(served_engine: Served
                 "evicted": asked / ROUNDS,
                 "no_full_block": prompts - asked,
             }
+            # It served none of what it evicted, and all of that was asked for again.
+            samples = {(s.name, frozenset(s.labels.items())): s.value for s in server.metrics()}
+            (row,) = server_row("here", None, Scrape(0, samples)).connectors
+            assert (row.state, row.state_value) == (THRASHING.name, asked / ROUNDS / (BLOCK * evicted))
             server.reset_prefix_cache(external=True)
             assert eventually(lambda: total(server, "kvobs_stored_tokens", medium="cpu") == 0, 20), "a reset empties it"
 
