@@ -11,4 +11,4 @@ from tests.support.contexts import no_otel_variables
 def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no port be taken, and no variable be set."""
     no_otel_variables(monkeypatch)
-    monkeypatch.setattr("kvobs.cli.check.check.listen", Mock())
+    monkeypatch.setattr("kvobs.export.listening.listen", Mock())

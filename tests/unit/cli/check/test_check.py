@@ -70,7 +70,7 @@ def test_with_the_exporter_nothing_is_lost(kvobs: dict[str, Any], monkeypatch: p
     no_otel_variables(monkeypatch)
     monkeypatch.setenv(RUST_FRONTEND, "1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://collector:4317")
-    monkeypatch.setattr("kvobs.cli.check.check.listen", Mock())  # whatever listens on this machine
+    monkeypatch.setattr("kvobs.export.listening.listen", Mock())  # whatever listens on this machine
     flags = Flags(disable_log_stats=True, api_server_count=2)
     checked = check(config_of(kvobs=kvobs), flags)
     assert (checked.warnings, checked.mistakes) == ([], [])
@@ -152,7 +152,7 @@ def test_a_free_port_stays_free_and_without_a_port_none_is_tried(monkeypatch: py
     exporter = {"port": claim_port(0)}
     for _ in range(2):
         assert check_text(config_of(kvobs={"exporter": exporter})).warnings == []
-    monkeypatch.setattr("kvobs.cli.check.check.listen", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr("kvobs.export.listening.listen", lambda *_: pytest.fail("tried"))
     for none in (None, {"port": None, "otlp_metrics": True}):
         assert check_text(config_of(kvobs={"exporter": none})).mistakes == []
 
