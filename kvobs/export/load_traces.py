@@ -140,11 +140,11 @@ def _trace(engine: str, load: Record, ranks: Sequence[Found], near: Sequence[Fou
         number = _rank(rank)
         parts.append(Part(f"rank {number}", 2, rank.start_ns, rank.end_ns, _error(rank), failed, number))
     parts += [_call(each, 2) for each in calls if each.record.start_ns >= load.start_ns]
+    if is_async and resumed_ns > load.end_ns:
+        parts.append(Part("resume", 1, load.end_ns, resumed_ns))
     for wrong in (each.record for each in _once(near) if each.record.name == LOAD_WRONG.name):
         blocks = f"{wrong.attributes.get(spans.WRONG_BLOCKS)} blocks"
         parts.append(Part("wrong bytes", 1, wrong.start_ns, wrong.end_ns, blocks, is_bad=True))
-    if is_async and resumed_ns > load.end_ns:
-        parts.append(Part("resume", 1, load.end_ns, resumed_ns))
     return LoadTrace(
         engine, connector, request, load.trace_id, str(has.get("outcome", "?")), str(has.get("mode", "?")),
         load.start_ns, load.end_ns, tuple(parts), load.attributes,

@@ -250,6 +250,7 @@ def explain(kind: str, message: str) -> tuple[str, str]:
     if kind == "tuple_type":
         return "", "a list of names"
     before, should_be, allowed = message.removeprefix("Value error, ").partition("Input should be ")
+    allowed = allowed.replace("a valid integer", "an integer").replace("a valid ", "a ")
     return (f", {before}" if before else ""), allowed if should_be else ""
 
 

@@ -48,7 +48,7 @@ def test_without_vllm_the_same_is_wrong(entry: dict[str, Any]) -> None:
 
 ROLES = "'kv_producer', 'kv_both' or 'kv_consumer'"
 ADD_ROLE = 'add "kv_role": "kv_both", or the role of this engine'
-NO_PORT = "a valid integer, unable to parse string as an integer"
+NO_PORT = "an integer, unable to parse string as an integer"
 
 
 @pytest.mark.parametrize(

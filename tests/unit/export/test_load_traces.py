@@ -86,8 +86,8 @@ def test_calls_and_wrong_bytes_that_belong_to_it_are_in_it() -> None:
         ("rank 1", 2, "", False),
         ("start_load_kv on rank 1", 2, "slow", False),
         ("update_state_after_alloc", 2, "OSError", True),
-        ("wrong bytes", 1, "3 blocks", True),
         ("resume", 1, "", False),
+        ("wrong bytes", 1, "3 blocks", True),
     ]  # fmt: skip
 
 
