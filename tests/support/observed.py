@@ -12,7 +12,7 @@ import pytest
 
 from kvobs import routing, telemetry
 from kvobs.export import totals
-from kvobs.telemetry import scheduler_telemetry, transfers
+from kvobs.telemetry import estimates, scheduler_telemetry, transfers
 from kvobs.telemetry.estimates import gains
 from kvobs.telemetry.transfers import open_transfers
 from kvobs.testing import BLOCK, Rig, Script, engine_config
@@ -48,7 +48,7 @@ class Clocked:
         self, patch: pytest.MonkeyPatch, connectors: list[dict[str, Any]], kvobs: dict[str, Any], **more: Any
     ) -> None:
         self.now_ns = 1_700_000_000 * S
-        folders = [(package.__name__, package.__path__) for package in (routing, telemetry, transfers)]
+        folders = [(package.__name__, package.__path__) for package in (routing, telemetry, estimates, transfers)]
         modules = [f"{name}.{each.name}" for name, path in folders for each in pkgutil.iter_modules(path)]
         for module in map(import_module, modules):
             if hasattr(module, "wall_ns"):

@@ -21,10 +21,11 @@ from typing import Any
 
 import kvobs
 from kvobs.probe import native
-from kvobs.state.events import EVENTS, Observer
+from kvobs.telemetry.events import EVENTS
 
 PACKAGE = Path(kvobs.__file__).parent
 _POINT = "_point_of_tests"
+OBSERVERS, PASSING_ON = ("Observer", "TelemetryObserver"), ("Composed", "TelemetryObserver")
 HOUR_NS = 3600 * 10**9
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -75,7 +76,7 @@ class _Finder(ast.NodeTransformer):
         self._observer: str = ""  # the class that is visited, if it is one
 
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
-        is_observer = any(ast.unparse(base) == Observer.__name__ for base in node.bases) and node.name != "Composed"
+        is_observer = any(ast.unparse(base) in OBSERVERS for base in node.bases) and node.name not in PASSING_ON
         self._observer = node.name if is_observer else ""
         node = self._within(node, node.name)
         self._observer = ""
