@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -50,7 +51,7 @@ def test_port_0_gives_a_port_that_is_free(monkeypatch: pytest.MonkeyPatch) -> No
 def test_port_0_gives_one_where_connections_may_take_all_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     _own_ports.cache_clear()
     with monkeypatch.context() as tuned:
-        tuned.setattr(Path, "read_text", lambda _: "1024\t65535\n")
+        tuned.setattr("kvobs.testing.server.Path", lambda _: SimpleNamespace(read_text=lambda: "1024\t65535\n"))
         assert claim_port(0) >= LOWEST_PORT
     _own_ports.cache_clear()
 
