@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container
 from typing import NamedTuple
 
 from kvobs.routing.metadata import LoadOrder, Orders
@@ -29,7 +29,6 @@ class OpenLoads:
         self._only_by_blocks = ids_are_unique or not names_failed
         self.by_request: dict[str, LoadOrder] = {}
         self.resumed: dict[str, LoadOrder] = {}  # asynchronous loads that have ended before this step
-        self.ordered: Mapping[str, LoadOrder] = {}  # in this step, by its orders
         self._returned: set[str] = set()  # those whose receipt was returned to vLLM
         self._orphaned: set[str] = set()  # those whose request has ended
 
@@ -49,8 +48,7 @@ class OpenLoads:
         return ended
 
     def end_step(self) -> None:
-        """Forget what belongs to this step only."""
-        self.ordered = {}
+        """Forget which loads had ended before this step."""
         self.resumed.clear()
 
     def first_of_owned(self, index: int, requests: set[str]) -> set[str]:
@@ -63,18 +61,22 @@ class OpenLoads:
         self._returned |= first
         return first
 
-    def syncs_of_others(self, index: int, failed: set[str]) -> dict[str, LoadOrder]:
-        """Return this step's synchronous loads of other connectors among the requests whose load has failed."""
+    def syncs_of_others(self, index: int, failed: set[str], of_step: Container[str]) -> dict[str, LoadOrder]:
+        """Return the synchronous loads of other connectors among the requests whose load has failed.
+
+        ``of_step`` are the requests whose loads this step was ordered to make: a synchronous load ends with its step.
+        """
         return {
             request: load
             for request in failed
             if (load := self.by_request.get(request)) is not None
             and load.connector_index != index
-            and self._is_sync(request, load)
+            and not load.is_async
+            and request in of_step
         }
 
-    def attribute(self, index: int, bad: set[int]) -> BadBlocks:
-        """Find the loads that a connector's bad blocks belong to.
+    def attribute(self, index: int, bad: set[int], of_step: Container[str]) -> BadBlocks:
+        """Find the loads that a connector's bad blocks belong to; ``of_step`` is as in ``syncs_of_others``.
 
         Connectors may load what they were not chosen for, and break another one's load: a request must not continue
         with such blocks.
@@ -89,13 +91,9 @@ class OpenLoads:
                 found.reports.append((ReportKind.UNMAPPED_BAD_BLOCKS, request))
                 continue
             found.passed_on.update(hit)
-            if is_sync := self._is_sync(request, load):
+            if is_sync := not load.is_async and request in of_step:
                 found.failed_syncs.add(request)
             if load.is_async or (is_sync and load.connector_index != index):
                 found.reports.append((ReportKind.BAD_BLOCKS, request))
         found.unknown.update(bad - known)
         return found
-
-    def _is_sync(self, request: str, load: LoadOrder) -> bool:
-        """Return whether a load is synchronous, and of this step."""
-        return not load.is_async and request in self.ordered

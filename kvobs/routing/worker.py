@@ -114,7 +114,6 @@ class WorkerSide:
             raise _foreign(connector_metadata)
         self._meta = meta = connector_metadata
         self._orders = orders = meta.orders if meta.orders is not None else NO_ORDERS
-        self._open.ordered = orders.loads
         loads = () if orders is NO_ORDERS else [(load.connector_index, load.note) for load in orders.loads.values()]
         if self.observer.wants_reports and orders is not NO_ORDERS:
             self.observer.reported(None, ReportKind.RECEIVED, orders.closed)
@@ -183,7 +182,7 @@ class WorkerSide:
 
         vLLM reads a failed load of a request that waits only. The connector may have written into these blocks.
         """
-        for request, load in self._open.syncs_of_others(connector.index, failed).items():
+        for request, load in self._open.syncs_of_others(connector.index, failed, self._orders.loads).items():
             self._failed_syncs.add(request)
             self._bad_blocks |= _blocks_of(load)
 
@@ -232,7 +231,7 @@ class WorkerSide:
 
     def _attribute(self, connector: SubConnector, bad: set[int]) -> set[int]:
         """Report the loads that a connector's bad blocks belong to; return the blocks to pass on to vLLM."""
-        passed_on, reports, failed_syncs, unknown = self._open.attribute(connector.index, bad)
+        passed_on, reports, failed_syncs, unknown = self._open.attribute(connector.index, bad, self._orders.loads)
         self._failed_syncs |= failed_syncs
         for kind, request in reports:
             self._report(connector, kind, (request,))
