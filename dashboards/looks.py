@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dashboards.sdk import board, model
 from kvobs.schema import verdicts
+from kvobs.schema.verdicts import Severity
 
 GOOD, WARNING, BAD, IDLE = "#009E73", "#E69F00", "#D55E00", "#8A8A8A"
 NONE = "transparent"
@@ -68,14 +69,8 @@ NET_GAIN = thresholds((0, GOOD), first=WARNING)
 ANY_IS_BAD = thresholds((1e-9, BAD))
 ANY_IS_WARNING = thresholds((1e-9, WARNING))
 
-_OF_STATES = {
-    verdicts.IDLE.name: IDLE,
-    verdicts.WELL.name: GOOD,
-    verdicts.SLOW.name: WARNING,
-    verdicts.THRASHING.name: WARNING,
-    verdicts.UNSERVED.name: WARNING,
-}
-VERDICTS = {i: (state.name, _OF_STATES.get(state.name, BAD)) for i, state in enumerate(reversed(verdicts.STATES))}
+_OF_SEVERITIES = {Severity.NONE: IDLE, Severity.GOOD: GOOD, Severity.WARNING: WARNING, Severity.BAD: BAD}
+VERDICTS = {i: (state.name, _OF_SEVERITIES[state.severity]) for i, state in enumerate(reversed(verdicts.STATES))}
 """States by their number: the worst has the greatest."""
 
 SEVERITIES = {1: ("info", OTHER), 2: ("warning", WARNING), 3: ("critical", BAD)}

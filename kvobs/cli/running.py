@@ -19,7 +19,18 @@ from kvobs.export.texts import duration, printable, signed_amount
 from kvobs.schema import signals
 from kvobs.schema.findings import Finding
 from kvobs.schema.signals import no_estimate
-from kvobs.schema.verdicts import ALERTS, CORRUPT, FAILING, HANGS, QUARANTINED, SLOW, THRASHING, UNSERVED
+from kvobs.schema.verdicts import (
+    ALERTS,
+    CORRUPT,
+    FAILING,
+    HANGS,
+    QUARANTINED,
+    SEVERITIES,
+    SLOW,
+    THRASHING,
+    UNSERVED,
+    Severity,
+)
 
 OPENMETRICS = "application/openmetrics-text"
 _SERIES = re.compile(rf"^({PREFIX}\w+(?:\{{.*?\}})?) \S+(?: \d+)?$", re.MULTILINE)
@@ -38,8 +49,6 @@ _STATES = {
     "own cache no longer has",
 }
 """By a connector's state: what is reported about it."""
-_WARNED = {SLOW.name, THRASHING.name, UNSERVED.name}
-"""States in which requests are served as they should be, only later."""
 
 
 _FIXES = {
@@ -148,7 +157,7 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
             found = f"connector {row.connector} hangs: {row.state_by}{where} for {row.state_value:.0f} s"
             result.refuse(url, printable(found), "see KvobsCallHangs and KvobsLoadUnfinished in the runbook")
         elif row.state in _STATES:
-            note = result.warn if row.state in _WARNED else result.refuse
+            note = result.warn if SEVERITIES[row.state] is Severity.WARNING else result.refuse
             mean = f", their mean {row.load_mean_s:.3g} s" if row.state == SLOW.name and row.load_mean_s else ""
             found = f"connector {row.connector} {_STATES[row.state].format(row.state_value)}{mean}"
             note(url, printable(found), f"see {ALERTS[row.state_by]} in the runbook")

@@ -24,7 +24,7 @@ from kvobs.page.layout import URGENT
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
 from kvobs.schema.spans import CALL, LOAD
-from kvobs.schema.verdicts import ALERTS, HANGS, IDLE, SLOW, STATES, THRASHING, UNSERVED, WELL
+from kvobs.schema.verdicts import ALERTS, HANGS, STATES, Severity
 
 FRESH_S = 1.0
 """Whoever asks within this time gets the same page: however many ask, they cost a twentieth of a core."""
@@ -36,10 +36,7 @@ WIDTH, HEIGHT = 100.0, 32.0
 _OF_WAITING = {signals.CALL_IN_PROGRESS.name, signals.OLDEST_IN_FLIGHT.name, signals.IN_FLIGHT.name}
 NAME, TEXT = 60, 200
 """Characters of a name, and of other texts, at most."""
-_LOOKS = {WELL.name: ("good", "✓"), IDLE.name: ("idle", "-")} | {
-    state.name: ("warn", "!") for state in (SLOW, THRASHING, UNSERVED)
-}
-_BAD = ("bad", "✕")
+_SYMBOLS = {Severity.NONE: "-", Severity.GOOD: "✓", Severity.WARNING: "!", Severity.BAD: "✕"}
 _NOT_HERE = {"run, wait, TTFT", "telemetry, errors in it"}
 _VALUES: dict[str, Callable[[float], str]] = {
     "corrupt_blocks": lambda n: f"{amount(n)} blocks",
@@ -191,15 +188,14 @@ def _rank(row: ConnectorRow) -> int:
 
 
 def _card(row: ConnectorRow, server: Server, history: History) -> Card:
-    look, symbol = _LOOKS.get(row.state, _BAD)
     state = STATES[_rank(row)]
     shown = [(column, column.show(row)) for column in columns(since_start=server.seconds is None)]
     course = history.course(row.connector)
     most = max((each.tokens_per_s for each in course), default=0)
     longest = max((each.p99_s or 0 for each in course), default=0)
     return Card(
-        row, look, symbol, _problem(row), state.condition.format(**state.limits),
-        ALERTS.get(row.state_by, "") if state not in (WELL, IDLE) else "",
+        row, state.severity, _SYMBOLS[state.severity], _problem(row), state.condition.format(**state.limits),
+        ALERTS.get(row.state_by, ""),
         numbers=[(" ".join(column.title.split()), text) for column, text in shown if not column.words],
         further=[column.words.format(text) for column, text in shown if column.words and text not in (NONE, "0")],
         rates=[bar(each, 0, each.tokens_per_s, most) for each in course if each.tokens_per_s],

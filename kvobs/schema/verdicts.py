@@ -1,7 +1,17 @@
 """The states of a connector on an engine, the worst first: the boards, `kvobs top` and `kvobs check` judge by them."""
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import NamedTuple
+
+
+class Severity(StrEnum):
+    """How bad a state is."""
+
+    NONE = "idle"
+    GOOD = "good"
+    WARNING = "warn"  # requests are served as they should be, only later
+    BAD = "bad"
 
 
 class State(NamedTuple):
@@ -12,6 +22,7 @@ class State(NamedTuple):
     """By measure, which the boards ask Prometheus for and `kvobs top` computes; of what hangs, the age in seconds."""
     condition: str
     """For people, with the limits in braces."""
+    severity: Severity = Severity.BAD
 
 
 ENDED = State("Ended the engine", {"ended": 1}, "it ended during a call into this connector")
@@ -31,11 +42,17 @@ BLOCKING = State(
 )
 POLL_S = 0.01
 """Seconds. While requests wait and nothing is computed, the scheduler polls: shorter calls block no step then."""
-SLOW = State("Slow", {"load_p99": 1}, "load p99 of {load_p99} s or more")  # a bound of the histogram
+SLOW = State(
+    "Slow",
+    {"load_p99": 1},  # a bound of the histogram
+    "load p99 of {load_p99} s or more",
+    Severity.WARNING,
+)
 THRASHING = State(
     "Thrashes",
     {"thrash_share": 0.3},
     "prompts ask again for {thrash_share:.0%} or more of what it evicts, and it loads less than that",
+    Severity.WARNING,
 )
 FEW_TOKENS = 100
 """Tokens per second: fewer are not worth a change."""
@@ -44,11 +61,17 @@ UNSERVED = State(
     "Never serves",
     {"never_serves": 1},  # it needs hours: boards show it while the alert of this name fires
     f"nothing was loaded from it in {UNSERVED_H} hours, although prompts evicted from vLLM's cache recur",
+    Severity.WARNING,
 )
 SERVES_OTHERS = "(Nixl|MoRIIO|P2pNccl|HiSparse).*|Mooncake(Hybrid|Layerwise)?Connector(V1)?"
 """Connector classes, as a regular expression, that store nothing for their own engine, whatever their role."""
-WELL = State("OK", {"time_in_calls": 1e-9, "in_progress": 1, "requests": 1}, "in use, or the engine has requests")
-IDLE = State("Idle", {"configured": 0}, "nothing to do")
+WELL = State(
+    "OK",
+    {"time_in_calls": 1e-9, "in_progress": 1, "requests": 1},
+    "in use, or the engine has requests",
+    Severity.GOOD,
+)
+IDLE = State("Idle", {"configured": 0}, "nothing to do", Severity.NONE)
 
 ALERTS = {
     "ended": "KvobsEngineEnded",
@@ -70,6 +93,8 @@ RUNBOOK = "https://github.com/kvobs/kvobs/blob/main/dashboards/runbook.md"
 
 # A store that thrashes may also never serve: the state names the cause.
 STATES = (ENDED, HANGS, CORRUPT, QUARANTINED, FAILING, BLOCKING, SLOW, THRASHING, UNSERVED, WELL, IDLE)
+
+SEVERITIES = {state.name: state.severity for state in STATES}
 
 
 def judge(measures: Mapping[str, float | None]) -> tuple[State, str, float]:
