@@ -4,7 +4,6 @@
 framework; no engine imports it.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,11 +23,12 @@ __all__ = [
     "entry_of",
     "transfer_config",
 ]
-_SCRIPTED = {"Loaded", "Script", "ScriptedConnector", "Shown", "entry_of"}
 
 
 def __getattr__(name: str) -> Any:
     """Import vLLM's scheduler on first use: the demo starts servers without it."""
     if name in __all__:
-        return getattr(import_module(f"kvobs.testing.{'scripted' if name in _SCRIPTED else 'rig'}"), name)
+        from kvobs.testing import rig, scripted
+
+        return getattr(rig if hasattr(rig, name) else scripted, name)
     raise AttributeError(f"module 'kvobs.testing' has no attribute {name!r}")
