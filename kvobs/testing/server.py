@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -345,12 +345,17 @@ def end_group(process: subprocess.Popen[bytes], grace: float) -> None:
 
 def kill_group(group: int) -> None:
     """Kill every process of a process group that we made, and wait up to five seconds until all have ended."""
-    deadline = time.monotonic() + 5
-    while (members := group_members(group)) and time.monotonic() < deadline:
-        for pid in members:
+    kill_all(lambda: group_members(group), limit_s=5, pause_s=0.02)
+
+
+def kill_all(find: Callable[[], Iterable[int]], *, limit_s: float, pause_s: float) -> None:
+    """Kill the processes that `find` returns, until it returns no process or the time is over."""
+    deadline = time.monotonic() + limit_s
+    while (left := list(find())) and time.monotonic() < deadline:
+        for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
+        time.sleep(pause_s)
 
 
 def exit_text(code: int) -> str:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvobs.testing.server import claim_port, end_group, environment
+from kvobs.testing.server import claim_port, end_group, environment, kill_all
 from kvobs.vllm_api.proc import stat
 from tests.connectors.packages import importing
 from tests.engine.hosts import AS_HOST
@@ -126,9 +125,4 @@ def _marked(folder: Path) -> dict[int, str]:
 
 def _kill_the_rest(folder: Path) -> None:
     """Kill what Ray left of the cluster, some of it in sessions of its own."""
-    deadline = time.monotonic() + 10
-    while (left := _marked(folder)) and time.monotonic() < deadline:
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
+    kill_all(lambda: _marked(folder), limit_s=10, pause_s=0.1)
