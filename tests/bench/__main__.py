@@ -27,7 +27,7 @@ from tests.bench import (
     tracing,
     verify,
 )
-from tests.bench.report import Part, Verdict, markdown, merged, table
+from tests.bench.report import Part, Verdict, merged, table
 
 
 def main() -> int:
@@ -69,13 +69,10 @@ def main() -> int:
     finally:  # a part that fails must not take the others' numbers with it
         if parts:
             console.print(table(parts))
-    published = pages.FOLDER / "performance.md"
-    if is_whole(options):
-        pages.write(published, "bench", markdown(parts))
-    elif options.publish:
-        text = published.read_text(encoding="utf-8")
-        pages.write(published, "bench", merged(text[pages.measured(text, "bench")], parts))
     if is_whole(options) or options.publish:
+        published = picture.PAGE.read_text(encoding="utf-8")
+        others = "" if is_whole(options) else published[pages.measured(published, "bench")]
+        pages.write(picture.PAGE, "bench", merged(others, parts))
         picture.draw()
         console.print("The tables are in docs/performance.md, and the picture shows them.")
     return 1 if any(line.verdict is Verdict.MISSED for part in parts for line in part.lines) else 0

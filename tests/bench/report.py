@@ -131,13 +131,9 @@ def markdown(parts: Iterable[Part]) -> str:
 
 def merged(published: str, parts: Iterable[Part]) -> str:
     """Return what is published with the parts of a later run in the place of those with the same titles."""
-    tables = {_title(text): text for text in re.split(r"(?m)^(?=\*\*)", published) if text.strip()}
-    tables |= {_title(text): text for part in parts for text in [markdown([part])]}
+    tables = {text.partition("\n")[0]: text for text in re.split(r"(?m)^(?=\*\*)", published) if text.strip()}
+    tables |= {f"**{part.title}**": markdown([part]) for part in parts}
     return "\n\n".join(text.strip() for text in tables.values())
-
-
-def _title(text: str) -> str:
-    return text.partition("\n")[0]
 
 
 def row(line: Line) -> tuple[str | Text, ...]:

@@ -34,7 +34,7 @@ from kvobs.telemetry.tracing.journal import Journal
 from kvobs.telemetry.tracing.request_traces import Traces
 from kvobs.telemetry.tracing.sampling import TracingSettings, Verdicts
 from kvobs.testing import BLOCK, Rig
-from tests.bench.calls import BusyConnector, entries, scaled
+from tests.bench.calls import BusyConnector, bind_hooks, entries, scaled
 from tests.bench.report import Budget, Line, Part
 from tests.bench.steps import LASTS_NS, LAYERS, STEP_NS, look_by_its_time, percentile
 from tests.support.contexts import no_otel_variables
@@ -105,8 +105,8 @@ class Engine(Rig):
             no_otel_variables(patch, **endpoint)
             options = {"names": list(NAMES), "tracing": {"level": level}}
             super().__init__("kvobs", connectors=entries(CONNECTORS), kvobs=options, ranks=RANKS)
+        bind_hooks(self)
         for worker in self.workers:
-            worker._bind_again(begins=True)  # as the first step does
             worker.wait_for_layer_load = forward(worker)
         self.worked: list[int] = []
         self.steps = self.sent = self.dropped = 0
