@@ -311,6 +311,11 @@ def verdict(*by: str) -> str:
     )
 
 
+def evicted_too_early(*by: str, of: Selection = SELECTION) -> str:
+    """Return the share of evicted tokens that prompts asked for before they were stored again."""
+    return share(of.rate(signals.REUSED_EVICTIONS, *by), of.rate(signals.FOLLOWED_EVICTIONS, *by))
+
+
 def thrash_share(*by: str) -> str:
     """Return how much of what a store evicts is asked for again, where it evicts much and loads less than that.
 
@@ -318,7 +323,7 @@ def thrash_share(*by: str) -> str:
     lower one keeps what a higher one evicts.
     """
     of = replace(SELECTION, window="30m")
-    asked = share(of.rate(signals.REUSED_EVICTIONS, *by), of.rate(signals.FOLLOWED_EVICTIONS, *by))
+    asked = evicted_too_early(*by, of=of)
     lost = of.rate(signals.EVICTED_TOKENS, *by)
     loaded = f"({of.rate(signals.LOAD_TOKENS, *by)} or 0 * {lost})"
     grouped = ", ".join(by)

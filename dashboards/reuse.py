@@ -5,8 +5,8 @@ from __future__ import annotations
 from dashboards import looks, stores
 from dashboards.frame import Section
 from dashboards.panels import PROMETHEUS, About, Panel, Query, lines, of_connector, ref_id
-from dashboards.promql import ratio, share
-from dashboards.questions import SELECTION, VLLM
+from dashboards.promql import ratio
+from dashboards.questions import SELECTION, VLLM, evicted_too_early
 from dashboards.sdk import board, model, prometheus, prometheus_model
 from kvobs.schema import signals
 from kvobs.schema.signals import REUSE_DISTANCE
@@ -63,12 +63,6 @@ def computed_tokens() -> tuple[str, str]:
     loadable = SELECTION.rate(signals.LOADABLE_TOKENS)
     again = f"(clamp_min({loadable} - {loaded}, 0) or {loadable})"
     return f"clamp_min({TOKENS} - ({hits} or 0 * {TOKENS}) - ({again} or 0 * {TOKENS}), 0)", again
-
-
-def evicted_too_early() -> str:
-    """Return the share of evicted tokens that prompts asked for before they were stored again."""
-    followed = SELECTION.rate(signals.FOLLOWED_EVICTIONS, "connector", "medium")
-    return share(SELECTION.rate(signals.REUSED_EVICTIONS, "connector", "medium"), followed)
 
 
 def _curve() -> Panel:
@@ -163,7 +157,12 @@ def _evicted() -> Panel:
             "{{connector}} {{medium}} evicted",
             dashed=True,
         ),
-        Query(evicted_too_early(), "{{connector}} {{medium}} evicted, then asked for", looks.BAD, unit="percentunit"),
+        Query(
+            evicted_too_early("connector", "medium"),
+            "{{connector}} {{medium}} evicted, then asked for",
+            looks.BAD,
+            unit="percentunit",
+        ),
         *stores.evicted(),
         unit="short",
     )
