@@ -106,6 +106,21 @@ def test_a_call_that_raises_late_is_slow(paused_ns: int, spent_ns: int | None, m
     assert slow == [], "the failure has it all"
 
 
+@pytest.mark.parametrize(("paused_ns", "reported"), [(0, [10**10]), (10**9, [9 * 10**9]), (10**10 - 1, [])])
+def test_a_slow_call_is_reported_without_the_pauses_within(
+    paused_ns: int, reported: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The back-off is a multiple of this time."""
+    times = iter((0, 10**10))
+    monkeypatch.setattr("kvobs.connectors.gate.perf_counter_ns", lambda: next(times))
+    made, _ = gate()
+    made._recorder.pauses.note(1, 1 + paused_ns)
+    slow: list[tuple[str, int]] = []
+    made.slow_ns, made.on_slow = 1, lambda *call: slow.append(call)
+    made.guard("get_num_new_matched_tokens", lambda _: (0, False))("r")
+    assert [slow_ns for _, slow_ns in slow] == reported
+
+
 def test_answers_of_nothing_are_not_shared() -> None:
     made, _ = gate()
     ask = made.guard("get_block_ids_with_load_errors", raising)
