@@ -149,9 +149,8 @@ SUITES = (
     Suite("strangers", "what connectors do that vLLM's router does not expect; writes the table of docs/runs.md",
           ("KVOBS_STRANGERS=1 .venv/bin/python -m pytest -n 0 tests/strangers", TABLES),
           is_in_ci=False),
-    Suite("mutants", "planted faults of routing, and where two parts meet: do the tests find each?",
-          tuple(f"nice .venv/bin/python -m tests.mutants.{faults}" for faults in ("routing_faults", "joint_faults")),
-          is_in_ci=False),
+    Suite("mutants", "planted faults of routing: does the comparison with vLLM's router find each?",
+          ("nice .venv/bin/python -m tests.transparency.planted_faults",), is_in_ci=False),
     Suite("soak", "220,000 requests with every fault there is, and servers that end in every way; half an hour",
           (".venv/bin/python -m tests.soak ${SOAK:-}", ".venv/bin/python -m tests.engine.endings"), is_in_ci=False),
 )  # fmt: skip

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from tests.mutants.routing_faults import ROUTING_FAULTS
 from tests.support.runners import Running
 from tests.transparency.comparator import judge
 from tests.transparency.life import Character, Life, Plan
 from tests.transparency.mutation import SCHEDULER, WORKER, Mutation, mutated
+from tests.transparency.planted_faults import ROUTING_FAULTS
 from tests.transparency.sweep import first_faulty
 
 LOADER = Character(hits=1.0, asynchronous=1.0, promises=1.0, slow=0.5)

@@ -1,6 +1,6 @@
 """Fifteen faults of routing, each put into kvobs while it runs: the comparison with vLLM's own router must find all.
 
-    python -m tests.mutants.routing_faults [NAME ...]
+    python -m tests.transparency.planted_faults [NAME ...]
 
 They are not in kvobs's source, where an operator would change one place: each is what a router may do wrong and real
 connectors would break by, however kvobs is written.
