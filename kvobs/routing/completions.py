@@ -312,7 +312,7 @@ class Completions:
         for request, index, save in closed.saves:
             if not save.is_abandoned:
                 self.isolation.saved(index, save.promised_ns)
-            self.observer.saved(request, index, save, max(save.arrived.values(), default=now_ns))
+            self.observer.saved(request, index, save, save.arrived_ns or now_ns)
         return closed
 
 

@@ -153,8 +153,8 @@ class Ledger:
             arrived = load.arrived
             if not has_arrived or rank in arrived:
                 continue
-            arrived[rank] = now_ns
-            load.ranks[rank] = time_ns, spent_ns, began_ns
+            arrived[rank] = time_ns, spent_ns, began_ns
+            load.arrived_ns = now_ns
             if (n := len(arrived)) == load.expected:
                 if n > 1:
                     self.incomplete.end(("load", index, request))
@@ -198,8 +198,8 @@ class Ledger:
                 save = entry.saves[index] = Save()
             if rank in save.arrived:
                 continue
-            save.arrived[rank] = now_ns
-            save.ranks[rank] = time_ns, spent_ns, began_ns
+            save.arrived[rank] = time_ns, spent_ns, began_ns
+            save.arrived_ns = now_ns
             if not save.promised:
                 continue
             if (n := len(save.arrived)) == save.expected:
@@ -255,9 +255,7 @@ class Ledger:
         load = self.load(request)
         if load is None or not load.is_async or (load.is_in and load.must_report_failure):
             return False
-        silent = [rank for rank in range(load.expected) if rank not in load.arrived]
-        load.failed_on.update(silent or range(load.expected))
-        load.arrived.update(dict.fromkeys(silent, now_ns))
+        load.failed_on.update(load.complete(now_ns) or range(load.expected))
         load.must_report_failure = True
         self.incomplete.end(("load", load.connector_index, request))
         self.failures.append(request)
@@ -288,8 +286,7 @@ class Ledger:
         if load is None or load.connector_index != index or not load.is_async:
             return None
         was_in = load.is_in
-        for rank in range(load.expected):
-            load.arrived.setdefault(rank, now_ns)
+        load.complete(now_ns)
         self.incomplete.end(("load", index, request))
         if load.must_report_failure and not was_in:
             self.failures.append(request)
@@ -305,7 +302,7 @@ class Ledger:
         if entry is None or save is None or not save.promised or save.done:
             return None
         if not save.is_settled:
-            save.arrived.update(dict.fromkeys(range(save.expected), now_ns))
+            save.complete(now_ns)
             self.incomplete.end(("save", index, request))
         save.is_given_up = True
         return all(save.is_settled for save in entry.saves.values())
@@ -317,6 +314,7 @@ class Ledger:
         if save is None or not save.promised or save.done or save.is_given_up:
             return False
         save.arrived.clear()
+        save.arrived_ns = 0
         save.is_abandoned = False
         return True
 

@@ -99,27 +99,42 @@ class Slowest(NamedTuple):
 class _OnRanks:
     """The common part of a load and a save: the expected ranks and their reports."""
 
-    __slots__ = ("_slowest",)
+    __slots__ = ("_slowest", "arrived_ns")
 
     expected: int
-    arrived: dict[int, int]  # rank -> when its report was read, by the scheduler's clock
-    ranks: dict[int, Times]  # of each rank that made a report
+    arrived: dict[int, Times | None]  # by rank; None if it counts as arrived without a report
+    arrived_ns: int  # when the last of these reports was read, by the scheduler's clock
     _slowest: Slowest  # once it is known
 
     @property
     def is_in(self) -> bool:
         return len(self.arrived) >= self.expected
 
+    def complete(self, now_ns: int) -> list[int]:
+        """Count every rank without a report as arrived now; return these ranks."""
+        silent = [rank for rank in range(self.expected) if rank not in self.arrived]
+        if silent:
+            self.arrived |= dict.fromkeys(silent)
+            self.arrived_ns = now_ns
+        return silent
+
     @property
     def slowest(self) -> Slowest | None:
         """Compare how long each rank took; None if there is only one, or if not every expected one has reported."""
-        if len(self.ranks) < max(2, self.expected):
+        if len(self.arrived) < max(2, self.expected):
             return None
         if not hasattr(self, "_slowest"):  # several observers ask at the end
-            spent = [times[1] for times in self.ranks.values()]
+            spent = [times[1] for times in self.arrived.values() if times is not None]
+            if len(spent) < len(self.arrived):
+                return None
             longest = max(spent)
-            self._slowest = Slowest([*self.ranks][spent.index(longest)], longest - min(spent))
+            self._slowest = Slowest([*self.arrived][spent.index(longest)], longest - min(spent))
         return self._slowest
+
+    @property
+    def reported(self) -> dict[int, Times]:
+        """The times of each rank that made a report."""
+        return {rank: times for rank, times in self.arrived.items() if times is not None}
 
 
 @dataclass(slots=True)
@@ -133,11 +148,11 @@ class Load(_OnRanks):
     opened_ns: int = 0
     blocks: Blocks = ()  # that it fills
     size: int = 0  # in bytes, over all ranks
-    arrived: dict[int, int] = field(default_factory=dict)
+    arrived: dict[int, Times | None] = field(default_factory=dict)
+    arrived_ns: int = 0
     local_tokens: int = 0  # before it, in vLLM's own cache
     rest_tokens: int = 1  # after it, which are computed in any case
     lost_tokens: int | None = None  # tokens lost by a failed load, if known to be fewer than all
-    ranks: dict[int, Times] = field(default_factory=dict)
     failed_on: set[int] = field(default_factory=set)  # ranks
     blamed_by: set[int] = field(default_factory=set)  # other connectors that reported a failure within it
     must_report_failure: bool = False  # the workers must report the failure to vLLM
@@ -161,8 +176,8 @@ class Load(_OnRanks):
     def duration_ns(self) -> int:
         """The duration from allocation to the last rank's receipt; of a sync load its time on the slowest rank."""
         if self.is_async:
-            return max([self.opened_ns, *self.arrived.values()]) - self.opened_ns
-        return max([spent_ns for _, spent_ns, _ in self.ranks.values()], default=0)
+            return max(0, self.arrived_ns - self.opened_ns)
+        return max([spent_ns for _, spent_ns, _ in self.reported.values()], default=0)
 
 
 class Gain(NamedTuple):
@@ -192,8 +207,8 @@ class Save(_OnRanks):
     done: bool = False
     expected: int = 1
     promised_ns: int = 0
-    arrived: dict[int, int] = field(default_factory=dict)
-    ranks: dict[int, Times] = field(default_factory=dict)
+    arrived: dict[int, Times | None] = field(default_factory=dict)
+    arrived_ns: int = 0
     is_abandoned: bool = False  # counted as done without a report of its connector
     is_given_up: bool = False  # its connector has completed it on the scheduler's side, as MoRIIO does after a while
 

@@ -272,7 +272,7 @@ def _writing() -> tuple[list[float], list[float]]:
         traces.allocated(request, LookupResult([Offer(0, LOADED, True)]), 0, LOADED)
         load = Load(0, LOADED, is_async=True, expected=RANKS, opened_ns=1)
         traces.admitted(request.request_id, load)
-        load.ranks, load.arrived = dict.fromkeys(range(RANKS), (3, 2, 1)), dict.fromkeys(range(RANKS), 3)
+        load.arrived, load.arrived_ns = dict.fromkeys(range(RANKS), (3, 2, 1)), 3
         traces.load_ended(request.request_id, load)
         traces.request_ended(request)
         return SPANS_PER_LOAD

@@ -12,6 +12,6 @@ def report(  # noqa: PLR0917 - what most tests say of a report, in the order of 
     return Report(rank, kind, index, time_ns, (request,), (spent_ns,), (began_ns,))
 
 
-def took(*spent_ns: int) -> dict[int, Times]:
+def took(*spent_ns: int) -> dict[int, Times | None]:
     """Return the times of each rank, from 0 on, that took so long."""
     return {rank: (BEGAN_NS + ns, ns, BEGAN_NS) for rank, ns in enumerate(spent_ns)}

@@ -148,14 +148,15 @@ class RequestSpans:
             attributes[spans.WAITED] = gain.waited_ns / 1e9
             if gain.saved_ns is not None:
                 attributes[spans.SAVED] = gain.saved_ns / 1e9
-        of_ranks: dict[int, dict[str, Value]] = {rank: {spans.MODE: mode} for rank in load.ranks}
+        reported = load.reported
+        of_ranks: dict[int, dict[str, Value]] = {rank: {spans.MODE: mode} for rank in reported}
         for rank, more in of_ranks.items():
             if not load.is_async:
-                more[spans.STALL] = load.ranks[rank][1] / 1e9
+                more[spans.STALL] = reported[rank][1] / 1e9
             if rank in load.failed_on:
                 more[spans.ERROR_TYPE] = LOAD_FAILED
         # A rank's times are by its host's clock: only how long it took can be added to the scheduler's.
-        steps_ns = (time_ns - began_ns for time_ns, _, began_ns in load.ranks.values() if began_ns)
+        steps_ns = (time_ns - began_ns for time_ns, _, began_ns in reported.values() if began_ns)
         lasted_ns = load.duration_ns if load.is_async else max(steps_ns, default=0)
         head = opened.record(
             spans.LOAD,
@@ -185,7 +186,7 @@ class RequestSpans:
         ended_ns = save.promised_ns + held_ns
         head = opened.record(spans.SAVE, save.promised_ns, ended_ns, reason, attributes | _compared(save), held_ns)
         # A span without length has no ranks: they had reported before the promise.
-        self._write(head, spans.SAVE_RANK, save, {rank: {} for rank in save.ranks if held_ns})
+        self._write(head, spans.SAVE_RANK, save, {rank: {} for rank in save.reported if held_ns})
 
     def _write(
         self, head: Record, of_rank: Span, transfer: Load | Save, more: Mapping[int, Mapping[str, Value]]
@@ -194,10 +195,11 @@ class RequestSpans:
 
         A rank's span has times by its host's clock.
         """
+        reported = transfer.reported
         same = {key: head.attributes[key] for key in (spans.REQUEST, spans.GEN_AI_REQUEST, spans.CONNECTOR)}
         group = [head]
-        for rank in sorted(heapq.nlargest(GROUP_AT_MOST - 1, more, key=lambda rank: transfer.ranks[rank][1])):
-            ended_ns, _, began_ns = transfer.ranks[rank]
+        for rank in sorted(heapq.nlargest(GROUP_AT_MOST - 1, more, key=lambda rank: reported[rank][1])):
+            ended_ns, _, began_ns = reported[rank]
             start_ns = began_ns or ended_ns
             ids = head.trace_id, new_span_id(), head.span_id
             attributes = {**same, spans.RANK: rank, **more[rank]}

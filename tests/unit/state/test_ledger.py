@@ -433,7 +433,7 @@ def test_a_loads_end_is_at_its_promise_if_no_other_is_reported(sibling_is_first:
         assert ledger.settle([report(ReportKind.SAVED, "r", 1)], (), 50).saves == ["r"]
         closed = ledger.close([], ["r"], 60)
     (_, index, save), (_, sibling, _) = closed.saves
-    assert (index, sibling, save.arrived) == (0, 1, {0: 40, 1: 40})
+    assert (index, sibling, save.arrived, save.arrived_ns) == (0, 1, {1: (0, 0, 0), 0: None}, 40)
     assert closed.sent == {"r"}
     assert list(ledger) == []
     assert [len(each) for index in (0, 1) for each in ledger.in_flight[index].values()] == [0] * 6

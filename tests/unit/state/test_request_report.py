@@ -20,8 +20,8 @@ def load(index: int = 0, **more: Any) -> Load:
 
 def in_after(ms: int, loaded: Load) -> Load:
     """Let the load's only rank report so long after it was opened."""
-    loaded.arrived[0] = loaded.opened_ns + ms * MS
-    loaded.ranks[0] = 0, ms * MS, 0
+    loaded.arrived[0] = 0, ms * MS, 0
+    loaded.arrived_ns = loaded.opened_ns + ms * MS
     return loaded
 
 
@@ -117,7 +117,8 @@ loads = st.builds(
     st.booleans(),
     st.integers(1, 3),
     times,
-    arrived=st.dictionaries(st.integers(0, 2), times, max_size=3),
+    arrived=st.dictionaries(st.integers(0, 2), st.none() | st.tuples(times, times, times), max_size=3),
+    arrived_ns=times,
     failed_on=st.sets(st.integers(0, 2), max_size=2),
     lost_tokens=st.none() | st.integers(0, 10**6),
     aborted=st.booleans(),

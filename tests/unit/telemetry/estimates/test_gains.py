@@ -77,7 +77,7 @@ def test_an_async_load_is_weighed_when_its_request_resumes(engine: Engine) -> No
 
 
 def test_a_sync_load_is_weighed_at_its_end(engine: Engine) -> None:
-    engine.gains.load_ended("r", engine.load(is_async=False, ranks=took(3 * MS, 4 * MS)))
+    engine.gains.load_ended("r", engine.load(is_async=False, arrived=took(3 * MS, 4 * MS)))
     ((_, gain),) = engine.weighed
     assert (gain.waited_ns, gain.resume_ns) == (4 * MS, None)
     assert gain.saved_ns == pytest.approx(1000 * TOKEN_NS, rel=0.02)

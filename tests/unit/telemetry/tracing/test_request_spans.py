@@ -132,9 +132,8 @@ def load_of(*, is_async: bool = True, ms: int = 5, ranks: int = 1, **more: Any) 
     """Return a load that began at 1 s and took ``ms`` on its last rank, 1 ms less on the one before, and so on."""
     began = 1_000 * MS
     took = {rank: (ms - (ranks - 1 - rank)) * MS for rank in range(ranks)}
-    arrived = {rank: began + ns for rank, ns in took.items()}
-    reports = {rank: part(began + MS, began + MS + ns, ns) for rank, ns in took.items()}
-    return Load(1, 64, is_async, ranks, opened_ns=began, arrived=arrived, ranks=reports, size=640, **more)
+    arrived: Any = {rank: part(began + MS, began + MS + ns, ns) for rank, ns in took.items()}
+    return Load(1, 64, is_async, ranks, began, arrived=arrived, arrived_ns=began + ms * MS, size=640, **more)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +201,9 @@ times = st.integers(0, 2**60)
 def test_under_any_clock_no_span_ends_before_it_starts(
     is_async: bool, opened_ns: int, ranks: dict[int, tuple[int, int, int]], outcome: dict[str, Any]
 ) -> None:
-    arrived = {rank: arrived for rank, (_, _, arrived) in ranks.items()}
-    reports = {rank: part(began, began + spent) for rank, (began, spent, _) in ranks.items()}
-    load = Load(0, 16, is_async, 1, opened_ns=opened_ns, arrived=arrived, ranks=reports, **outcome)
+    arrived: Any = {rank: part(began, began + spent) for rank, (began, spent, _) in ranks.items()}
+    arrived_ns = max((arrived_ns for _, _, arrived_ns in ranks.values()), default=0)
+    load = Load(0, 16, is_async, 1, opened_ns=opened_ns, arrived=arrived, arrived_ns=arrived_ns, **outcome)
     _, *parts = Writer().loaded(trace_of(), load)
     assert {(one.attributes["kv_transfer.rank"], one.start_ns, one.end_ns) for one in parts} == {
         (rank, began or spent, began + spent) for rank, (began, spent, _) in ranks.items()
@@ -227,7 +226,7 @@ def save_of(**more: Any) -> Save:
 
 def test_a_save_is_held_from_the_promise_to_its_release() -> None:
     head, *ranks = Writer().saved(
-        trace_of(), save_of(arrived={0: 200, 1: 400}, ranks={0: part(120, 150), 1: part(120, 350)}), 400
+        trace_of(), save_of(arrived={0: part(120, 150), 1: part(120, 350)}, arrived_ns=400), 400
     )
     assert (head.title, head.span_id, head.parent_id) == ("kv.save cpu", "3" * 16, SAMPLED.span_id)
     assert (head.start_ns, head.end_ns, head.observed_ns) == (100, 400, 300)
@@ -239,5 +238,5 @@ def test_a_save_is_held_from_the_promise_to_its_release() -> None:
 
 
 def test_a_save_done_early_has_no_length_and_no_ranks() -> None:
-    (head,) = Writer().saved(trace_of(), save_of(arrived={0: 50}, ranks={0: part(20, 50)}), 100)
+    (head,) = Writer().saved(trace_of(), save_of(arrived={0: part(20, 50)}, arrived_ns=50), 100)
     assert (head.start_ns, head.end_ns, head.observed_ns) == (100, 100, 0)

@@ -32,8 +32,7 @@ class Loads:
 
 
 def load(ms: int = 0, *, failed: bool = False, aborted: bool = False) -> Load:
-    arrived = {0: 100 + ms * MS, 1: 100}
-    return Load(1, 64, True, 2, 100, arrived=arrived, failed_on={1} if failed else set(), aborted=aborted)
+    return Load(1, 64, True, 2, 100, arrived_ns=100 + ms * MS, failed_on={1} if failed else set(), aborted=aborted)
 
 
 def said(record: Record) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def test_a_slow_load_whose_request_ends_first_is_written_then() -> None:
 def test_its_ranks_are_below_it_in_a_trace_of_its_own() -> None:
     loads = Loads()
     for request_id in ("r", "q"):
-        slow = Load(0, 64, False, 1, 100, ranks=took(3 * MS, 400 * MS))
+        slow = Load(0, 64, False, 1, 100, arrived=took(3 * MS, 400 * MS))
         loads.observer.load_ended(request_id, slow)
         loads.observer.load_weighed(request_id, slow, Gain(None, 0))
     head, *ranks, other, _, _ = loads.written()
@@ -90,7 +89,7 @@ def test_it_has_the_offers_and_the_age_of_its_request() -> None:
     asked = request(REQUEST)
     asked.arrival_time, asked.num_prompt_tokens = 5.0, 200
     asked.kv_transfer_params = {"do_remote_prefill": True, "remote_host": "gpu-1"}
-    slow = Load(1, 64, True, 1, 7 * 10**9, arrived={0: 9 * 10**9})
+    slow = Load(1, 64, True, 1, 7 * 10**9, arrived_ns=9 * 10**9)
     loads.observer.allocated(asked, LookupResult([Offer(0, 32, True), Offer(1, 64, True)], 16), 1, 64)
     loads.observer.allocated(request("miss"), LookupResult(), None, 0)
     loads.observer.allocated(asked, LookupResult(), None, 0)

@@ -37,8 +37,8 @@ def test_a_load_counts_by_mode_and_outcome_and_tokens_if_good(
 ) -> None:
     """Of a load with holes only what is lost is computed again."""
     counted, failed_on = Counted(2), {0} if recomputed else set()
-    ended: dict[str, Any] = {"failed_on": failed_on, "lost_tokens": lost, "arrived": {0: 107}}
-    counted.outcomes.load_ended("r", Load(1, 32, is_async, 1, 100, size=320, ranks=took(5), **ended))
+    ended: dict[str, Any] = {"failed_on": failed_on, "lost_tokens": lost, "arrived_ns": 107}
+    counted.outcomes.load_ended("r", Load(1, 32, is_async, 1, 100, size=320, arrived=took(5), **ended))
     mode = "async" if is_async else "sync"
     assert counted.counts() == {(1, "kvobs_loads_total", mode, "failed" if recomputed else "ok"): 1} | (
         {(1, "kvobs_recomputed_tokens_total"): recomputed}
@@ -54,7 +54,7 @@ def test_a_load_counts_by_mode_and_outcome_and_tokens_if_good(
 @pytest.mark.parametrize(("outcome", "held"), [("ok", {(0, "kvobs_save_hold_seconds"): 250}), ("abandoned", {})])
 def test_a_save_is_held_since_its_promise_unless_abandoned(outcome: str, held: dict[Any, int]) -> None:
     counted = Counted(1)
-    counted.outcomes.saved("r", 0, Save(True, True, 1, 100, {0: 300}, is_abandoned=outcome == "abandoned"), 350)
+    counted.outcomes.saved("r", 0, Save(True, True, 1, 100, arrived_ns=300, is_abandoned=outcome == "abandoned"), 350)
     assert counted.counts() == {(0, "kvobs_saves_total", outcome): 1, **held}
 
 
@@ -87,7 +87,7 @@ def test_stray_reports_count_each_and_are_logged_once_a_kind(caplog: pytest.LogC
 
 def test_an_early_save_counts_no_time_and_an_open_one_nothing() -> None:
     counted = Counted(2)
-    early = Save(True, True, 1, 100, {0: 50})
+    early = Save(True, True, 1, 100, arrived_ns=50)
     counted.outcomes.promised("r", {0: Save(True, promised_ns=100)}, {1: early})
     assert counted.counts() == {(1, "kvobs_saves_total", "ok"): 1}
     counted.outcomes.promised("r", {}, {1: early})

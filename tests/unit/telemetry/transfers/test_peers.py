@@ -39,7 +39,7 @@ class Observed:
         return observed
 
     def end(self, request: str, *, failed: bool = False, aborted: bool = False, index: int = NIXL) -> None:
-        load = Load(index, 64, True, 1, arrived={0: 7}, failed_on={0} if failed else set(), aborted=aborted)
+        load = Load(index, 64, True, 1, arrived_ns=7, failed_on={0} if failed else set(), aborted=aborted)
         self.peers.load_ended(request, load)
 
     def abort(self, request: str, *, failed: bool = False, by_error: bool = False) -> None:
