@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -60,6 +61,8 @@ def instrument(point: Point) -> Undo:
             function.__code__ = codes[name]
 
     def undo() -> None:
+        for finder, _ in FINDERS:  # a thread may still be in a block
+            setattr(sys.modules[f"kvobs.{finder.module}"], _POINT, lambda _seam, _number: None)
         for function, code in changed:
             function.__code__ = code
 
@@ -161,10 +164,14 @@ class SabotageError(Exception):
 
 
 class Breaker:
-    """Raises at those points of kvobs's seams that ``is_on`` says, and notes in which; at every so manieth passage."""
+    """Raises at those points of kvobs's seams that ``is_on`` says, and notes in which; at every so manieth passage.
+
+    Not in a thread that ran before: an earlier test has left it, and does not contain what it raises.
+    """
 
     def __init__(self, is_on: Callable[[str, int], bool], every: int) -> None:
         self.hit: set[str] = set()
+        self._others = set(threading.enumerate()) - {threading.current_thread()}
         self._is_on = is_on
         self._every = every
         self._passages: dict[tuple[str, int], Iterator[int]] = defaultdict(count)
@@ -172,6 +179,8 @@ class Breaker:
     def __call__(self, seam: str, number: int) -> None:
         if seam.endswith(":Pauses.watch") or (seam.endswith(":reported") and number != LEFT):
             return  # in a thread that outlives the test, and before the block that it is around
+        if threading.current_thread() in self._others:
+            return
         if self._is_on(seam, number) and next(self._passages[seam, number]) % self._every == 0:
             self.hit.add(seam)
             raise SabotageError(f"{seam}, at {number}")

@@ -139,11 +139,11 @@ def test_a_failing_status_page_is_counted_and_the_metrics_stay(
     status: tuple[Pages, Statuses], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages, statuses = status
-    monkeypatch.setattr(faults, "is_under_pytest", lambda: False)
-    faults.take()
+    contained: list[str] = []  # a thread of an earlier test's engine may take the counts
+    monkeypatch.setattr(faults, "contain", contained.append)
     statuses.error = ValueError("broken")
     assert [pages.ask("/")[::2] for _ in range(2)] == [(500, b"see the engine's log\n")] * 2
-    assert faults.take() == {"read": 2}
+    assert contained == ["read", "read"]
     assert pages.ask()[0] == 200
 
 
