@@ -43,13 +43,15 @@ def numbers(of: Recorder | PageWriter) -> Numbers:
         *_GAUGES[Scope.PROCESS],
         *(word(connector, first) for connector in connectors for first in _GAUGES[Scope.CONNECTOR]),
     }
-    words = page.words[at.counts : at.counts + at.slots].tolist()
-    counts = {slot: n for slot, n in enumerate(words) if n and slot not in gauges}
-    found = np.array(page.words[at.rows : at.rows + at.row_count * ROW].tolist()).reshape(-1, ROW)
+    words = np.frombuffer(page.words[at.counts : at.counts + at.slots], np.int64).copy()
+    written = np.flatnonzero(words)
+    counts = dict(zip(written.tolist(), words[written].tolist(), strict=True))
+    held = {slot: counts.pop(slot) - 1 for slot in sorted(gauges & counts.keys())}
+    found = np.frombuffer(page.words[at.rows : at.rows + at.row_count * ROW], np.int64).copy().reshape(-1, ROW)
     opened = [
         [signal.name, connector, *values, n] for (signal, connector, values), n in rows.read(found, at.connectors)
     ]
-    return Numbers(counts, opened, {slot: words[slot] - 1 for slot in sorted(gauges) if words[slot]})
+    return Numbers(counts, opened, held)
 
 
 def taken(of: Recorder | PageWriter) -> Numbers:
