@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -29,7 +30,7 @@ from hypothesis import settings
 
 from kvobs import faults, log
 from kvobs.export import starter
-from kvobs.page import layout
+from kvobs.page import files, layout
 from tests.support.contained import contain
 
 # With pytest-xdist this is read by a process that runs no test, too: it need not import vLLM for ten seconds.
@@ -69,6 +70,15 @@ def served_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serv
         return serve(model, folder or tmp_path_factory.mktemp("engine"), config, *args, **more)
 
     return served
+
+
+@pytest.fixture(autouse=True)
+def _pages_are_removed() -> Iterator[None]:
+    """Remove the pages of a test's rigs, which live until Python collects them: each start reads all that there are."""
+    yield
+    for name in files.names():
+        if name.endswith(f"-{os.getpid()}{files.SUFFIX}"):
+            (files.folder() / name).unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +130,9 @@ def b() -> Script:
     from kvobs.testing import Script
 
     return Script("b")
+
+
+def pytest_collection_finish() -> None:
+    """Let no later collection look at what has been imported."""
+    gc.collect()
+    gc.freeze()
