@@ -327,7 +327,7 @@ def _routing(result: CheckResult) -> str:
     if result.router is Router.KVOBS:
         by = ", enabled by KVOBS_ENABLE" if result.by_variable else ""
         return f"kvobs {__version__} routes between {between}{by}."
-    return f"kvobs is not in this configuration. With --rewrite it would route between {between}."
+    return f"vLLM does not load kvobs with this configuration. With --rewrite kvobs would route between {between}."
 
 
 def _connectors(connectors: Sequence[ConnectorResult]) -> Table:

@@ -81,7 +81,9 @@ def test_rewrite_prints_the_configuration_alone() -> None:
 def test_stock_configuration_is_checked_as_it_would_be_in_kvobs() -> None:
     result = run("-", stdin=json.dumps(STOCK))
     assert result.exit_code == 0
-    assert result.stdout.startswith("kvobs is not in this configuration. With --rewrite it would route between vLLM")
+    assert result.stdout.startswith(
+        "vLLM does not load kvobs with this configuration. With --rewrite kvobs would route between vLLM"
+    )
     assert "warning: kv_connector_module_path: " in result.stdout
     assert result.stdout.splitlines()[-1] == "no errors, 1 warning"
 
