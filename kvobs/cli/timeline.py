@@ -13,13 +13,12 @@ from rich.text import Text
 
 from kvobs.cli import chrome
 from kvobs.cli.chrome import zero_of
-from kvobs.cli.output import clock, count, examples, fail
-from kvobs.cli.pages import NO_PAGE, engine_name, pages
+from kvobs.cli.output import clock, count, examples
+from kvobs.cli.pages import engine_name, wanted_pages
 from kvobs.cli.trace.reading import spans_in
 from kvobs.clock import WALL_OFFSET, wall_ns
 from kvobs.export.load_traces import load_traces
 from kvobs.export.texts import duration, printable
-from kvobs.page import files
 from kvobs.page.description import process_name
 from kvobs.page.layout import LOOKED
 from kvobs.page.reader import Call, CallRecord, Page
@@ -137,12 +136,7 @@ def timeline(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the call that each process of an engine is in, or ended in, its last exception, and its last minute."""
-    if not (found := _read()):
-        raise fail(NO_PAGE.format(files.folder()))
-    processes = [one for one in found if wanted is None or wanted == str(one.page.pid) or one.engine.startswith(wanted)]
-    if not processes:
-        names = ", ".join(f"{process.name} of engine {process.engine}" for process in found)
-        raise fail(f"found no engine and no pid {wanted!r}; known: {names}")
+    processes = _read(wanted)
     if chrome is not None:
         _write(processes, chrome)
     if as_json:
@@ -158,9 +152,9 @@ def timeline(
             console.print()
 
 
-def _read() -> list[Process]:
-    """Return the processes that have a page, by engine, the scheduler first; warn of a page that can't be read."""
-    found = [Process(engine, page) for engine, page in pages()]
+def _read(wanted: str | None) -> list[Process]:
+    """Return the wanted processes, by engine, the scheduler first."""
+    found = [Process(engine, page) for engine, page in wanted_pages(wanted)]
     return sorted(found, key=lambda process: (process.engine, _order(process.page.rank), process.page.pid))
 
 

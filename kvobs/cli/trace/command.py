@@ -15,13 +15,12 @@ from rich.text import Text
 
 from kvobs.cli import chrome
 from kvobs.cli.output import clock, count, examples, fail
-from kvobs.cli.pages import NO_PAGE, engine_name, pages
+from kvobs.cli.pages import engine_name, wanted_pages
 from kvobs.cli.times import seconds_of
 from kvobs.cli.trace.reading import spans_in
 from kvobs.cli.waterfall import tree
 from kvobs.export.load_traces import LoadTrace, load_traces
 from kvobs.export.texts import printable, took
-from kvobs.page import files
 from kvobs.page.description import process_name
 
 AT_MOST = 10
@@ -31,11 +30,16 @@ EXAMPLES = examples(
     "kvobs trace                            the slowest ten loads",
     "kvobs trace --newest --since 10m       the newest ones of ten minutes",
     "kvobs trace --id cmpl-8f56             the loads of a request",
+    "kvobs trace 3c1e90aa                   the loads of one engine",
     "kvobs trace --chrome loads.json.gz     all of them, for a trace viewer",
 )
 
 
 def trace(
+    wanted: Annotated[
+        str | None,
+        typer.Argument(metavar="ENGINE", help="Show only loads of this engine (its name as printed)."),
+    ] = None,
     *,
     id_: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="Only the request, or trace, whose id contains this.")
@@ -55,8 +59,7 @@ def trace(
     Nothing has to be turned on: they are kept in the engine's pages, also of requests that are not sampled.
     """
     begin_s = time.time() - seconds_of(since, "--since") if since is not None else 0.0
-    if not (here := list(pages())):
-        raise fail(NO_PAGE.format(files.folder()))
+    here = wanted_pages(wanted)
     names = {engine: engine_name(engine, page.process.engine) for engine, page in here}
     spans = spans_in(here)
     every = load_traces(spans.found)

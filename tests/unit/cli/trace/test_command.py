@@ -125,6 +125,17 @@ def test_what_is_not_there_is_named(folder: Path) -> None:
     assert (code, "found 'x'; use a number with s, m, h or d" in " ".join(output.replace("│", "").split())) == (2, True)
 
 
+def test_of_several_engines_one_can_be_chosen(pages: Pages) -> None:
+    other = Pages(None, 0, 1, port=8001)
+    other.write(FAILED)
+    assert "3 slow or failed loads" in run()[1]
+    assert "2 slow or failed loads" in run(f"{pages.server[:8]}-0")[1]
+    code, output = run(other.server[:8], "--json")
+    assert (code, [load["engine"] for load in json.loads(output)]) == (0, [f"{other.server[:8]}-0"])
+    code, output = run("elsewhere")
+    assert (code, "found no engine and no pid 'elsewhere'; known: scheduler, pid" in output) == (1, True)
+
+
 def test_as_json_all_are_printed(pages: Pages) -> None:
     code, output = run("--json", "--connector", "remote")
     (load,) = json.loads(output)
