@@ -81,6 +81,13 @@ def _pages_are_removed() -> Iterator[None]:
             (files.folder() / name).unlink(missing_ok=True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _threads_end() -> Iterator[None]:
+    """Let the rigs of a module go: each has threads that look after its page, also while later tests run."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def _clean_slate() -> None:
     """Let each test get every notice, and write its own scripts."""

@@ -5,6 +5,7 @@ Where shared memory has no room a page is in memory of its process, and is found
 
 import errno
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -97,11 +98,12 @@ def test_without_any_memory_nothing_is_left_behind(folder: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
+    gc.collect()  # what other tests have left open is closed by a collection
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="No space left"):
         create(folder, "0-rank1", SIZE)
     assert names(folder) == []
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert set(os.listdir("/proc/self/fd")) <= set(before)
 
 
 # --- what is removed, and when

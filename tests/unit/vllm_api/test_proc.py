@@ -88,7 +88,7 @@ def test_a_process_has_a_start_time_until_its_end() -> None:
     ],
 )
 def test_a_stopped_or_ending_one_is_seen(state: str, flags: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proc, "stat", lambda _: ("name", [state, *["1"] * 5, flags]))
+    monkeypatch.setattr(proc, "stat", lambda _: ("name", [state, *["1"] * 5, flags, *["0"] * 45]))
     assert (proc.is_ending(1), proc.is_stopped(1)) == (found == "ending", found == "stopped")
 
 
