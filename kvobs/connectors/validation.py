@@ -24,7 +24,7 @@ from kvobs.connectors.sync_loads import (
 from kvobs.schema import config, kinds
 from kvobs.schema.config import PATH, Configuration
 from kvobs.schema.findings import Finding, cut, show
-from kvobs.schema.options import Options
+from kvobs.schema.options import Options, VerifyOptions
 from kvobs.vllm_api.versions import RETIRED, TransferConfig
 
 _SHOWN = ("kv_role", "kv_load_failure_policy")  # any other value may be a secret
@@ -82,7 +82,8 @@ def validate(
     checked = Validated(configuration, policy, mistakes=mistakes)
     options, place = configuration.options, f"{PATH}.kvobs"
     if options.verify.recomputes and options.verify.sample_ratio is None:
-        checked.mistakes.append(kinds.NO_SHARE.at(f"{place}.verify.sample_ratio", "a number above 0 and up to 1"))
+        allowed = config.numbers(VerifyOptions, "sample_ratio")
+        checked.mistakes.append(kinds.NO_SHARE.at(f"{place}.verify.sample_ratio", allowed))
     for needs_it, why in (
         (options.best_effort, f"loads of the connectors in {place}.best_effort may fail"),
         (options.verify.recomputes, f"{place}.verify.on_mismatch 'recompute' lets loads fail"),

@@ -33,6 +33,9 @@ RESERVED_NAME = "kvobs"  # kvobs's entry in the stats payload
 _LISTED_AT_MOST = 15  # errors
 _ON = {"1", "true", "yes", "on"}
 _OFF = {"", "0", "false", "no", "off"}
+_NUMBERS = {"integer": "an integer", "number": "a number"}  # types of JSON schema
+_LIMITS = {"exclusiveMinimum": "above", "minimum": "from", "maximum": "up to"}
+_OF_NUMBERS = ("int_", "float_", "finite_", "greater_", "less_")  # begin the kinds of pydantic's errors
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,63}")
 
 
@@ -147,8 +150,9 @@ def _options(raw: Any, mistakes: list[Finding]) -> tuple[Options, set[object]]:
         allowed = f"an object with any of: {', '.join(map(repr, _known_options()))}"
         mistakes.append(kinds.OPTION_OF_KVOBS.at(path, allowed, found=show(raw)))
         return Options(), set()
+    raw = {str(key).encode(errors="backslashreplace").decode(): value for key, value in raw.items()}  # JSON's "\\ud800"
     try:
-        return Options.model_validate(dict(raw)), set()
+        return Options.model_validate(raw), set()
     except ValidationError as error:
         for detail in error.errors():
             loc = [part if isinstance(part, int) else cut(part) for part in detail["loc"] if part not in _NOT_SHOWN]
@@ -160,6 +164,8 @@ def _options(raw: Any, mistakes: list[Finding]) -> tuple[Options, set[object]]:
                 mistakes.append(kinds.UNKNOWN_OPTION.near(where, str(loc[-1]), _known_options(loc)))
             else:
                 problem, allowed = explain(detail["type"], detail["msg"])
+                if detail["type"].startswith(_OF_NUMBERS):
+                    allowed = numbers(*_option_at(loc))
                 found = f"{show(detail['input'])}{problem}"
                 mistakes.append(kinds.OPTION_OF_KVOBS.at(where, allowed, found=found))
         refused: set[object] = {detail["loc"][0] for detail in error.errors()}
@@ -233,12 +239,27 @@ def _unknown_names(raw: Any, names: list[str]) -> Iterator[Finding]:
 
 def _known_options(loc: Sequence[int | str] = ()) -> list[str]:
     """Return the valid options at the place of an unknown one."""
+    return list(_option_at(loc)[0].model_fields)
+
+
+def _option_at(loc: Sequence[int | str]) -> tuple[type[BaseModel], str]:
+    """Return the options at a place, and the name of the one there or around it."""
     nested: dict[str, type[BaseModel]] = {
         "tracing": TracingOptions,
         "verify": VerifyOptions,
         "exporter": ExporterOptions,
     }
-    return list((nested[str(loc[0])] if len(loc) > 1 else Options).model_fields)
+    model = nested.get(str(loc[0])) if len(loc) > 1 else None
+    return (model, str(loc[1])) if model else (Options, str(loc[0]) if loc else "")
+
+
+def numbers(model: type[BaseModel], name: str) -> str:
+    """Return the numbers that an option or each of its entries may be, with its limits."""
+    option = model.model_json_schema()["properties"][name]
+    parts = (option, *option.get("anyOf", ()), option.get("additionalProperties", {}))
+    (number,) = (part for part in parts if part.get("type") in _NUMBERS)
+    limits = (f"{words} {number[limit]}" for limit, words in _LIMITS.items() if limit in number)
+    return f"{_NUMBERS[number['type']]} {' '.join(limits)}"
 
 
 def explain(kind: str, message: str) -> tuple[str, str]:
@@ -249,6 +270,8 @@ def explain(kind: str, message: str) -> tuple[str, str]:
         return "", "true or false"
     if kind == "tuple_type":
         return "", "a list of names"
+    if kind == "string_too_short":
+        return "", message.removeprefix("String should have ")
     before, should_be, allowed = message.removeprefix("Value error, ").partition("Input should be ")
     allowed = allowed.replace("a valid integer", "an integer").replace("a valid ", "a ")
     return (f", {before}" if before else ""), allowed if should_be else ""

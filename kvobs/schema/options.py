@@ -37,7 +37,8 @@ def _web_address(url: str) -> str:
     return url
 
 
-Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=10**9, strict=True, allow_inf_nan=False)]
+"""The limit keeps times in nanoseconds within 64 bits."""
 Tokens = Annotated[int, Field(ge=1, strict=True)]
 
 
@@ -115,15 +116,19 @@ class ExporterOptions(_Strict):
         return self
 
 
-def _kind(exporter: Any) -> str:
-    return "[auto]" if isinstance(exporter, str) else "[never]" if exporter is None else "[options]"
+def _kind(exporter: Any) -> str | None:
+    if isinstance(exporter, Mapping | ExporterOptions):
+        return "[options]"
+    return "[never]" if exporter is None else "[auto]" if exporter == "auto" else None
 
 
 ExporterOption = Annotated[
     Annotated[Literal["auto"], Tag("[auto]")]
     | Annotated[ExporterOptions, Tag("[options]")]
     | Annotated[None, Tag("[never]")],
-    Discriminator(_kind),
+    Discriminator(
+        _kind, custom_error_type="exporter", custom_error_message="Input should be 'auto', an object, or null"
+    ),
 ]
 """The option ``exporter``; the tags keep errors of the other kinds out of the messages."""
 

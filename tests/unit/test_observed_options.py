@@ -197,3 +197,18 @@ def test_each_option_reaches_its_part(
 
 def test_every_option_has_a_row() -> None:
     assert Options.model_fields.keys() == {row.option for row in ROWS} | ELSEWHERE.keys()
+
+
+def test_an_engine_serves_with_the_largest_times_allowed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = Script("second")
+    connectors = [entry_for(Script("first")), entry_for(second, "BestEffortConnector")]
+    times = [name for name in Options.model_fields if name.endswith(("_ms", "_s"))]
+    options: dict[str, Any] = {**dict.fromkeys(times, 10**9), "best_effort": ["two"]}
+    engine = Observed(monkeypatch, Script("first"), second, connectors=connectors, **options)
+    loaded(engine, Script("first"), second)
+    engine.step(4)
+    assert len(times) == 5
+    assert engine.rig.status("r") == "gone"
+    assert "internal error" not in caplog.text

@@ -15,7 +15,7 @@ from kvobs import testing
 from kvobs.testing import rig, scripted
 
 INTERNAL = {
-    "kvobs.schema.config": {"explain", "is_enabled", "validate"},  # with findings; `read` raises them
+    "kvobs.schema.config": {"explain", "is_enabled", "numbers", "validate"},  # with findings; `read` raises them
     "kvobs.schema.signals": {
         *("Series", "slot", "find", "locate", "word", "of_connector"),  # words of a page
         "labelnames",  # of what the exporter serves
