@@ -102,7 +102,7 @@ NO_PLACE = Kind(MISTAKE, "place", "--place", "found no engine at {location}", "g
 QUOTE = Kind(MISTAKE, "quote", "a command's quotes", "the line has a quote that is not closed", _GIVE, f"vllm serve m {K} '{{")
 FOLDED = Kind(MISTAKE, "folded", "YAML's > in a shell", "the command ends before --kv-transfer-config: YAML's '>' keeps the break before a deeper-indented line", "indent its lines alike, or use '|' and end each with '\\'", f"run: >\n  vllm serve m\n    {K} '{NIXL}'\n", f"run: >\n  vllm serve m\n  {K} '{NIXL}'\n")
 COLON = Kind(MISTAKE, "colon", "arguments in YAML", "--kv-transfer-config is followed by a colon, which makes it a mapping: vLLM's arguments are texts; write '--kv-transfer-config=...', or the value as the next argument", _GIVE, f"args: [m, {{'{K}': '{NIXL}'}}]")
-NUMBER = Kind(MISTAKE, "number", "vLLM's numbers", "--{name} {value}, next to the configuration, is not a whole number", _GIVE, line(NIXL, after="--port x"), line(NIXL))
+NUMBER = Kind(MISTAKE, "number", "vLLM's numbers", "--{name} {value}, next to the configuration, is not {form}", "correct the number", line(NIXL, after="--port x"), line(NIXL))
 KEY_TWICE = Kind(WARNING, "key-twice", "keys", "found the key {key!r} twice in one {where}: the first has no effect", "remove one of them", '{"kv_role": "kv_both", ' + NIXL[1:])
 OPTION_TWICE = Kind(WARNING, "option-twice", "options of a line", "found {times} of this option: only the last has an effect", "keep one, with all connectors", line(NIXL, after=f"{K} '{CPU}'"))
 LMCACHE_CONFIG = Kind(MISTAKE, "lmcache-config", "the production stack", f"{_CHART}: vLLM reads the last one", _OF_LMCACHE, f"lmcacheConfig: {{enabled: true}}\nvllmConfig: {{extraArgs: {json.dumps([K, CPU])}}}\n")
@@ -178,7 +178,7 @@ NO_VLLM = Kind(WARNING, "no-vllm", "vLLM, with --deep", "can't be imported here,
 
 OPTION = Kind(WARNING, "option", "a connector's options", "has no effect: {name} of vLLM {version} does not read it", "remove it", one("NixlConnector", kv_lease_duraton=1), one("NixlConnector", kv_lease_duration=1))
 OPTION_MISSING = Kind(MISTAKE, "option-missing", "a connector's options", "is missing, and {name} needs it", "add it", one("MoRIIOConnector"), MORIIO, elsewhere=WARNING)
-SIZE_MISSING = Kind(MISTAKE, "size-missing", "a connector's options", "is missing", f'add "cpu_bytes_to_use", {_GIB}', one("OffloadingConnector"), CPU)
+SIZE_MISSING = Kind(MISTAKE, "size-missing", "a connector's options", "{found}", f'add "cpu_bytes_to_use", {_GIB}', one("OffloadingConnector"), CPU)
 SIZE_OF_OLD = Kind(MISTAKE, "size-of-old", "a connector's options", "is missing", f"replace num_cpu_blocks, which older vLLMs had, with cpu_bytes_to_use, {_GIB}", one("OffloadingConnector", num_cpu_blocks=9), CPU, elsewhere=WARNING)
 SMALL = Kind(WARNING, "small", "sizes", "is less than 1 MiB, room for no KV block: nothing will be offloaded", f"give bytes, {_GIB}", cpu(cpu_bytes_to_use=10), CPU)
 OPTION_TYPE = Kind(MISTAKE, "option-type", "types of options", "found a value of type {type}", "write {form}", cpu(cpu_bytes_to_use="8GB"), CPU)

@@ -4,9 +4,8 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from kvobs.connectors.known import OURS, ROUTER
@@ -95,7 +94,18 @@ def require_numbers(options: Mapping[str, Any]) -> None:
     for name in _NUMBERS & options.keys():
         if not str(options[name]).isdecimal():
             value = json.dumps(options[name], default=str)
-            raise UnreadableError(kinds.NUMBER, name=name, value=value)
+            raise UnreadableError(kinds.NUMBER, name=name, value=value, form="a whole number")
+    if (size := options.get(SIZE)) is not None and not _is_size(size):
+        value = json.dumps(size, default=str)
+        raise UnreadableError(kinds.NUMBER, name=SIZE, value=value, form="a number of GiB above 0")
+
+
+def _is_size(value: Any) -> bool:
+    """Return whether a value is one that vLLM takes as a size; True stands for an option without a value."""
+    try:
+        return value is not True and 0 < float(value) < inf
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")  # vLLM refuses others before it reads the size
@@ -112,8 +122,7 @@ def with_offloading(
     if options.get("kv-offloading-backend") != "lmcache":
         is_simple = environment.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "0") not in ("0", "")
         name = "SimpleCPUOffloadConnector" if is_simple else "OffloadingConnector"
-        with suppress(TypeError, ValueError, OverflowError):
-            extra["cpu_bytes_to_use"] = int(float(size) * (1 << 30))
+        extra["cpu_bytes_to_use"] = int(float(size) * (1 << 30))
     path, by_variable = f"--{SIZE}", is_enabled({**os.environ, **environment})
     if config.get("kv_connector") == ROUTER and config.get("kv_connector_module_path") in OURS:
         if by_variable:

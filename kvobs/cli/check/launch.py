@@ -41,6 +41,7 @@ _NUMBER = re.compile(rf"({_TEXT})|(?<![.\w])(\d+(?:\.\d+)?(?=[kmgt])|\d+)([kKmMg
 _BARE = re.compile(rf"({_TEXT})|[\w.+-]*(?:{UNKNOWN.pattern})(?:{UNKNOWN.pattern}|[\w.+-])*", re.DOTALL)
 _FACTORS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
 _JSON = "it needs double quotes around names and texts, and has no comments and no comma before a closing bracket"
+_UNQUOTED = f"{_JSON}; a shell removes double quotes that are not within single quotes"
 _QUOTED = "the single quotes around it reach vLLM: no shell removes them here"
 _STANDS_FOR_JSON = re.compile(r"\s*(?:<.*>|\{?\s*\.{3}\s*\}?|[A-Z][A-Z_]+)\s*", re.DOTALL)  # in a usage text
 _STANDS_FOR_IT = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}  # what clashes with nothing
@@ -91,7 +92,8 @@ def read_json(text: str) -> tuple[Any, list[str]]:
             _STANDS_FOR_JSON.fullmatch(text) and f"{text}, which stands for a configuration"
         ):
             raise UnreadableError(kinds.HOLES, names=names) from None
-        why = _QUOTED if re.fullmatch(r"\s*'.*'\s*", text, re.DOTALL) else _JSON
+        why = _UNQUOTED if "{" in text and '"' not in text else _JSON
+        why = _QUOTED if re.fullmatch(r"\s*'.*'\s*", text, re.DOTALL) else why
         raise UnreadableError(kinds.JSON, error=error, why=why) from None
 
 

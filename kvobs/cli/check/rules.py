@@ -226,20 +226,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _of_offloading(extra: Mapping[str, Any]) -> Iterator[Finding]:
-    spec, tiers, size = extra.get("spec_name", _CPU), extra.get("secondary_tiers", []), extra.get("cpu_bytes_to_use")
+    spec, tiers = extra.get("spec_name", _CPU), extra.get("secondary_tiers", [])
     specs = sorted(vllm_source.registered("v1/kv_offload/factory.py") or {_CPU, _TIERING})
     if spec not in specs:
         if extra.get("spec_module_path") is None:
             yield kinds.SPEC.near("spec_name", str(spec), specs)
         return  # a class from elsewhere has other options
-    if not size and "num_cpu_blocks" in extra:
-        yield kinds.SIZE_OF_OLD.at("cpu_bytes_to_use")
-    elif not size:
-        misspelt = difflib.get_close_matches("cpu_bytes_to_use", extra, 1, 0.9)
-        fix = f"rename {misspelt[0]!r}, which has no effect" if misspelt else None
-        yield kinds.SIZE_MISSING.at("cpu_bytes_to_use", fix=fix)
-    elif _is_number(size) and int(size) < _SMALL:
-        yield kinds.SMALL.at("cpu_bytes_to_use")
+    yield from _of_size(extra)
     policies = sorted(vllm_source.registered("v1/kv_offload/cpu/policies/factory.py"))
     policy = extra.get("eviction_policy", "lru")
     if policies and policy not in policies and not extra.get("cache_policy_module_path"):
@@ -248,6 +241,21 @@ def _of_offloading(extra: Mapping[str, Any]) -> Iterator[Finding]:
         yield from _unknown_tiers(tiers)
     elif tiers:
         yield kinds.UNUSED_TIERS.at("secondary_tiers", spec=spec)
+
+
+def _of_size(extra: Mapping[str, Any]) -> Iterator[Finding]:
+    size = extra.get("cpu_bytes_to_use")
+    if not size and "num_cpu_blocks" in extra:
+        yield kinds.SIZE_OF_OLD.at("cpu_bytes_to_use")
+    elif "cpu_bytes_to_use" not in extra:
+        misspelt = difflib.get_close_matches("cpu_bytes_to_use", extra, 1, 0.9)
+        fix = f"rename {misspelt[0]!r}, which has no effect" if misspelt else None
+        yield kinds.SIZE_MISSING.at("cpu_bytes_to_use", fix=fix, found="is missing")
+    elif _is_number(size) and not size:
+        allowed = "a whole number above 0"
+        yield kinds.SIZE_MISSING.at("cpu_bytes_to_use", allowed, kinds.SMALL.fix, found=f"found {size}")
+    elif _is_number(size) and int(size or 0) < _SMALL:
+        yield kinds.SMALL.at("cpu_bytes_to_use")
 
 
 def _unknown_tiers(tiers: Any) -> Iterator[Finding]:

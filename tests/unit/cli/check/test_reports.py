@@ -100,6 +100,8 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "missing": (one("MoRIIOConnector", '{"proxy_ip": "10.0.0.1", "proxy_ping_port": 1}'), 1, ("error: kv_connector_extra_config.http_port: is missing, and MoRIIOConnector needs it. Fix: add it.", "!notify_port:")),
     "no such value": (one("MoRIIOConnector", '{"http_port": 1, "backend": "tcp"}'), 1, ("error: kv_connector_extra_config.backend: unknown value, allowed: 'rdma', 'xgmi'",)),
     "a value": (one("MoRIIOConnector", '{"http_port": 1, "backend": "RDMA"}'), 1, ("!backend:",)),
+    "size of 0": (one("OffloadingConnector", '{"cpu_bytes_to_use": 0}'), 1, ("error: kv_connector_extra_config.cpu_bytes_to_use: found 0, allowed: a whole number above 0. Fix: give bytes, such as 10737418240 for 10 GiB.",)),
+    "misspelt size": (one("OffloadingConnector", '{"cpu_byte_to_use": 10000000}'), 1, ("cpu_bytes_to_use: is missing. Fix: rename 'cpu_byte_to_use', which has no effect.",)),
     "no such policy": (one("OffloadingConnector", '{"cpu_bytes_to_use": 10000000, "eviction_policy": "fifo"}'), 1, ("eviction_policy: unknown policy, allowed: 'arc', 'lru'",)),
     "a policy from elsewhere": (one("OffloadingConnector", '{"cpu_bytes_to_use": 10000000, "eviction_policy": "fifo", "cache_policy_module_path": "x"}'), 0, ("no errors, 1 warning",)),
     "in an image": (pod(one("OffloadingConnector", '{"cpu_bytes_to_use": 10000000, "eviction_policy": "fifo"}')), 0, ("warning: kv_connector_extra_config.eviction_policy: unknown policy",)),

@@ -59,6 +59,11 @@ def test_numbers_with_suffixes_are_read_as_vllms_parser_does() -> None:
         ('{"a": true,\n "b": [1,\n]}', "no comma before a closing bracket"),
         ("{'kv_connector': 'NixlConnector'}", "needs double quotes around names and texts"),
         ("{kv_connector:NixlConnector,kv_role:kv_both}", "needs double quotes around names and texts"),
+        (
+            f"vllm serve m --kv-transfer-config {TEXT}",
+            "a shell removes double quotes that are not within single quotes",
+        ),
+        (f'vllm serve m --kv-transfer-config "{TEXT}"', "a shell removes double quotes that are not within single"),
         (f"{TEXT} {TEXT}", "not valid JSON: Extra data: line 1 column "),
         (TEXT[:-1], "not valid JSON: Expecting ',' delimiter: line 1 column "),
         ("[]", "is a list, needs an object"),
