@@ -20,22 +20,26 @@ OPEN_TO_ALL = "every client that reaches it can read them, because it uses neith
 LESS_OPEN = "set kvobs.exporter.web_config, or let only Prometheus reach the port"
 
 
-def findings(exporter: ExporterOptions, path: str) -> Iterator[Finding]:
+def findings(exporter: ExporterOptions, path: str, *, is_here: bool = True) -> Iterator[Finding]:
     """Yield why an exporter with these options, which stand at ``path``, can't listen here now, or is open to others.
 
-    The port may also be taken by an exporter that already runs, or be for another machine.
+    The port may also be taken by an exporter that already runs. What this machine lacks has no meaning if the exporter
+    is not to run here.
     """
     assert exporter.port is not None
-    if exporter.web_config is not None:
+    if exporter.web_config is not None and is_here:
         try:
             context(exporter.web_config)
         except UnusableError as error:
             yield kinds.WEB_CONFIG.at(f"{path}.web_config", error=error.strerror)
     try:
-        listen(exporter.host, exporter.port).close()
+        if is_here:
+            listen(exporter.host, exporter.port).close()
         if exporter.web_config is None and is_reached_from_elsewhere(exporter.host):
             yield kinds.OPEN.at(path, host=show(exporter.host), harm=OPEN_TO_ALL, remedy=LESS_OPEN)
     except OSError as error:
+        if not is_here:
+            return
         if error.errno == errno.EADDRINUSE:
             yield kinds.PORT_IN_USE.at(path, port=exporter.port, holder=holder(exporter.port))
         else:

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvobs.cli.check import peers, rules, vllm_source
-from kvobs.cli.check.flags import CONTAINER, DEFAULTS, DYNAMO_VLLM, IMAGE, NIXL_PORT, RAY, Flags
+from kvobs.cli.check.flags import ALONE, CONTAINER, DEFAULTS, DYNAMO_VLLM, IMAGE, NIXL_PORT, RAY, Flags
+from kvobs.cli.check.launch import NETWORK
 from kvobs.cli.check.result import CheckResult, ConnectorResult
 from kvobs.cli.check.rewrite import Router, correct, rewrite, router_of, without_key
 from kvobs.connectors import validation
@@ -120,7 +121,8 @@ def _check_port(result: CheckResult, exporter: ExporterOptions | None, flags: Fl
     result.port = exporter.port
     if whose := flags.taken.get(exporter.port):
         result.add(kinds.PORT.at(path, port=exporter.port, whose=whose))
-    result.add(*listening.findings(exporter, path))
+    is_of_container = ALONE in flags.environment or not flags.environment.get(NETWORK)
+    result.add(*listening.findings(exporter, path, is_here=not (flags.is_elsewhere and is_of_container)))
 
 
 def _check_telemetry(result: CheckResult, flags: Flags) -> None:

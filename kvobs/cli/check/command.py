@@ -194,7 +194,8 @@ def _look(servers: list[str], prometheus: str | None, *, as_json: bool, is_verbo
     if is_verbose:
         out.print(Group(Text(), *(_pairs(facts, where) for where, facts in result.facts.items())))
     if as_json:
-        typer.echo(json.dumps(asdict(result) | _findings(result)))
+        alerts = [asdict(alert) for alert in result.alerts]
+        typer.echo(json.dumps({"facts": result.facts, "alerts": alerts, **_findings(result)}))
     raise typer.Exit(1 if result.mistakes else 0)
 
 

@@ -303,6 +303,7 @@ def test_the_command_prints_it_and_its_verdict(exporter: str) -> None:
     assert "series of kvobs" in verbose
     noted = json.loads(CliRunner().invoke(cli.app, ["check", "--server", address_of(exporter), "--json"]).stdout)
     assert noted["facts"][exporter]["connectors"] == "cpu (Idle), disk (Idle)"
+    assert noted.keys() == {"facts", "alerts", "errors", "warnings", "unknown"}
     gone = CliRunner().invoke(cli.app, ["check", "--server", "localhost:1"])
     assert (gone.exit_code, gone.stdout.splitlines()[-1]) == (1, "1 problem")
     assert gone.stdout.startswith("problem: http://localhost:1/metrics: no answer")

@@ -76,3 +76,14 @@ def test_each_finding_has_its_kind_and_place(tmp_path: Path) -> None:
     assert found(free, web_config=str(tmp_path / "missing.yml")) == [("web-config", "here.web_config")]
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert found(server.getsockname()[1]) == [("port-in-use", "here")]
+
+
+def test_of_another_machine_only_an_open_address_is_found(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        options = {"port": server.getsockname()[1], "web_config": str(tmp_path / "missing.yml")}
+        exporter = ExporterOptions.model_validate(options)
+        assert [each.kind.name for each in findings(exporter, "here")] == ["web-config", "port-in-use"]
+        assert list(findings(exporter, "here", is_here=False)) == []
+        hosts = ("no-such-host.invalid", "0.0.0.0")
+        others = [ExporterOptions.model_validate({"port": options["port"], "host": host}) for host in hosts]
+        assert [[each.kind.name for each in findings(other, "x", is_here=False)] for other in others] == [[], ["open"]]

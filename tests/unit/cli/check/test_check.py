@@ -12,7 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from kvobs.cli.check.check import check_text
-from kvobs.cli.check.flags import Flags
+from kvobs.cli.check.flags import ALONE, ELSEWHERE, Flags
+from kvobs.cli.check.launch import NETWORK
 from kvobs.cli.check.rewrite import Router
 from kvobs.schema.config import ENABLE_VARIABLE, EXPORTER_VARIABLE, PATH
 from kvobs.testing.server import claim_port
@@ -155,6 +156,15 @@ def test_a_free_port_stays_free_and_without_a_port_none_is_tried(monkeypatch: py
     monkeypatch.setattr("kvobs.export.listening.listen", lambda *_: pytest.fail("tried"))
     for none in (None, {"port": None, "otlp_metrics": True}):
         assert check_text(config_of(kvobs={"exporter": none})).mistakes == []
+
+
+@pytest.mark.parametrize(
+    ("marks", "is_named"), [({ALONE: "1"}, False), ({}, False), ({NETWORK: "host"}, True)], ids=["pod", "chart", "host"]
+)
+def test_who_has_the_port_here_means_nothing_to_a_pod(marks: dict[str, str], is_named: bool, taken: int) -> None:
+    flags = Flags(environment={ELSEWHERE: "1", **marks})
+    checked = check_text(config_of(kvobs={"exporter": {"port": taken}}), flags)
+    assert ("port-in-use" in {each.kind.name for each in checked.warnings}) is is_named
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
