@@ -80,7 +80,8 @@ def trace(
     if as_json:
         typer.echo(json.dumps([load.as_dict() for load in loads], allow_nan=False))
         return
-    _print(loads, names, at_most, newest=newest, missed=spans.missed)
+    of_time = f" of the last {since}" if since is not None else ""
+    _print(loads, names, at_most, of_time, newest=newest, missed=spans.missed)
 
 
 def chosen(
@@ -114,10 +115,12 @@ def heading(load: LoadTrace, engine: str, now_s: float) -> Text:
     return Text.assemble((text, style), (f"  {at}\nrequest {load.request}\nengine {engine}", "dim"))
 
 
-def _print(loads: Sequence[LoadTrace], names: Mapping[str, str], at_most: int, *, newest: bool, missed: int) -> None:
+def _print(
+    loads: Sequence[LoadTrace], names: Mapping[str, str], at_most: int, of_time: str, *, newest: bool, missed: int
+) -> None:
     console, now_s = Console(highlight=False, markup=False), time.time()
     if not loads:
-        console.print("No load was slow (option slow_load_ms), or has failed.")
+        console.print(f"No load{of_time} was slow (option slow_load_ms), or has failed.")
     for load in loads[:at_most]:
         console.print(tree(heading(load, names[load.engine], now_s), load.parts), "")
     if loads:

@@ -120,7 +120,7 @@ def test_what_is_not_there_is_named(folder: Path) -> None:
     for arguments in (["--id", "x"], ["--connector", "x"]):
         code, output = run(*arguments)
         assert (code, output) == (1, "found no such load; there are slow or failed ones: 1 of remote, 1 of cpu")
-    assert run("--since", "1s") == (0, "No load was slow (option slow_load_ms), or has failed.")
+    assert run("--since", "1s") == (0, "No load of the last 1s was slow (option slow_load_ms), or has failed.")
     code, output = run("--since", "x")
     assert (code, "found 'x'; use a number with s, m, h or d" in " ".join(output.replace("│", "").split())) == (2, True)
 
