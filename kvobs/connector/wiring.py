@@ -140,7 +140,8 @@ def scheduler_side(
     handed_over = [spec.index for spec in handing]
     followers += [Peers(recorder, handed_over) if handing else None, _first_loads(handing)]
     followed = Composed(followers)
-    gains = Gains(recorder, followed, *step_limits(vllm_config))
+    chunk, in_flight = step_limits(vllm_config)
+    gains = Gains(recorder, followed, chunk, in_flight)
     prompt_sizes = hash_block_size(kv_cache_config, layout), cache_tokens(vllm_config, kv_cache_config, layout)
     chunks = chunk_tokens(specs, max(layout.block_sizes, default=0))
     reuse = PromptReuse(recorder, followed, *prompt_sizes, chunks=chunks, elsewhere=handed_over)
@@ -149,7 +150,7 @@ def scheduler_side(
     open_transfers = OpenTransfers(names, ledger, awaited, recorder, reporting, options.stuck_after_s)
     warnings = SyncLoadWarnings(validated.unsafe) if validated.unsafe else None
     share = options.verify.sample_ratio
-    sample = BlockSample(share, layout, prompt_sizes[0], reporting) if share is not None else None
+    sample = BlockSample(share, layout, prompt_sizes[0], reporting, in_flight) if share is not None else None
     longest = getattr(vllm_config.model_config, "max_model_len", 0)
     copies = getattr(kv_cache_config, "kv_tp_replicas", 1)
     sizes = StoreSizes(recorder, specs, parallel.world_size, copies, longest)

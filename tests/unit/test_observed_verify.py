@@ -47,6 +47,34 @@ def test_a_block_loaded_in_part_after_a_preemption_is_not_noted(
     assert verified(engine) == {("two", "match"): 4, ("two", "mismatch"): 1}
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("failed_on", [0, 1])
+def test_what_was_computed_after_a_failed_load_is_forgotten(
+    failed_on: int, lag: int, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    """On all ranks, as each has computed with wrong numbers: else the right ones would be a mismatch from then on."""
+    monkeypatch.setattr("kvobs.connector.wiring.step_limits", lambda _: (1024, 1 + lag))  # as with async scheduling
+    engine = Observed(monkeypatch, a, b, verify=SHARE, rig={"lag": lag})
+    b.offers["r"] = (2 * BLOCK, False)
+    for rank in (0, 1):
+        engine.rig.fill["r", rank] = {2: 9.0, 3: 9.0}
+    engine.rig.add("r", max_tokens=9)
+    b.bad_blocks[failed_on] = {1}
+    engine.step(1 + lag)
+    assert engine.value("kvobs_loads_total", "two", mode="sync", outcome="failed") == 1
+    before = verified(engine)
+    engine.step(2)
+    engine.rig.abort("r")
+    engine.step(1 + lag)
+    forget_unused(engine.rig)
+    b.offers["again"] = (4 * BLOCK, False)
+    engine.rig.add("again", prompt_of="r")
+    engine.step(3)
+    after = verified(engine)
+    assert after.keys() <= {("two", "unknown")}
+    assert after["two", "unknown"] - before.get(("two", "unknown"), 0) == 8  # of both ranks
+
+
 def test_a_load_that_was_given_up_is_not_compared(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     """Its blocks are computed again; what the connector writes is nobody's."""
     monkeypatch.setattr("tests.support.observed.entry_for", partial(entry_for, cls="BestEffortConnector"))

@@ -67,6 +67,10 @@ class NotedBlocks:
         if len(self._noted) > self._at_most:
             del self._noted[next(iter(self._noted))]
 
+    def forget(self, group: int, key: bytes) -> None:
+        """Forget the fingerprints of a block, if there are any."""
+        self._noted.pop((group, key), None)
+
     def compare(self, group: int, key: bytes, fingerprint: Fingerprint) -> Outcome:
         """Return how a loaded block differs from the computed ones of the same tokens.
 

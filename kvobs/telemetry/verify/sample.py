@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -57,10 +58,14 @@ class LoadedBlocks(NamedTuple):
 
 
 class VerifyOrders(NamedTuple):
-    """Orders for all ranks: the blocks to note after this step's forward, and the loads to compare from it on."""
+    """Orders for all ranks: the blocks to note after this step's forward, and the loads to compare from it on.
+
+    ``forgotten`` are group and key of blocks that were noted before, and may be wrong.
+    """
 
     noted: tuple[Block, ...]
     loads: tuple[LoadedBlocks, ...]
+    forgotten: frozenset[tuple[int, bytes]] = frozenset()
 
 
 class NotedBlock(NamedTuple):
@@ -86,10 +91,12 @@ class BlockSample(Observer):
 
     A block is sampled if its hash is below the share: at every save and load, on every rank and engine with that hash.
     ``share`` is the sampled part of all blocks, ``hash_block_size`` the number of tokens of a hash, ``ranks`` how many
-    workers report to this scheduler.
+    workers report to this scheduler, ``in_flight`` the most steps in flight.
     """
 
-    def __init__(self, share: float, layout: CacheLayout, hash_block_size: int, ranks: int = 1) -> None:
+    def __init__(
+        self, share: float, layout: CacheLayout, hash_block_size: int, ranks: int = 1, in_flight: int = 1
+    ) -> None:
         whole = 1 << 8 * KEY_BYTES
         self._below = min(int(share * whole), whole - 1).to_bytes(KEY_BYTES, "big")
         self._takes_all = share >= 1
@@ -102,6 +109,9 @@ class BlockSample(Observer):
         self._again: dict[str, LoadedBlocks] = {}  # by request: asynchronous ones that others may overwrite
         self._ranks = ranks
         self._noted: dict[tuple[int, bytes], dict[str, str]] = {}  # fingerprints by rank, for decode engines
+        self._in_flight = deque[Sequence[Block]](maxlen=in_flight)  # that the last steps were ordered to note
+        self._forgotten: set[tuple[int, bytes]] = set()  # of these: to be ordered
+        self._doubtful: set[tuple[int, bytes]] = set()  # those that have been forgotten, and not noted again
         self._handed: dict[str, list[Block]] = {}  # by request: those with a prefill engine's fingerprints
 
     def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
@@ -142,14 +152,26 @@ class BlockSample(Observer):
                 self._again[request_id] = loaded
 
     def load_ended(self, request_id: str, load: Load) -> None:
-        """Forget a failed load: its blocks are computed."""
+        """Forget a failed load: its blocks are computed.
+
+        The step of a synchronous one, and those that were scheduled before its end was known, have computed with its
+        blocks: for all of their requests, which may share them.
+        """
         if load.failed:
             self._again.pop(request_id, None)
+            if not load.is_async:
+                self._forget({(block.group, block.key) for noted in self._in_flight for block in noted})
+
+    def _forget(self, blocks: set[tuple[int, bytes]]) -> None:
+        self._forgotten |= blocks
+        self._doubtful = blocks | (self._doubtful if len(self._doubtful) < BLOCKS_AT_MOST else set())
+        for block in blocks:
+            self._noted.pop(block, None)
 
     def noted(self, notes: Sequence[Any]) -> None:
         """Keep the fingerprints that ranks have sent."""
         for note in notes:
-            if isinstance(note, NotedBlock):
+            if isinstance(note, NotedBlock) and (note.group, note.key) not in self._doubtful:
                 by_rank = self._noted.pop((note.group, note.key), {})
                 self._noted[note.group, note.key] = {**by_rank, str(note.rank): note.sent}
                 if len(self._noted) > BLOCKS_AT_MOST:
@@ -178,10 +200,14 @@ class BlockSample(Observer):
     def orders_of(self, output: SchedulerOutput) -> VerifyOrders | None:
         """Return the orders for this step, if there are any."""
         noted = self._computed_in(output) if self._unfilled else []
+        self._in_flight.append(noted)
         loads, self._loads = self._loads, []
         if self._again:
             loads += self._begun_in(output)
-        return VerifyOrders(tuple(noted), tuple(loads)) if noted or loads else None
+        forgotten, self._forgotten = frozenset(self._forgotten), set()
+        if self._doubtful:
+            self._doubtful.difference_update((block.group, block.key) for block in noted)
+        return VerifyOrders(tuple(noted), tuple(loads), forgotten) if noted or loads or forgotten else None
 
     def _begun_in(self, output: SchedulerOutput) -> Iterator[LoadedBlocks]:
         """Return the received loads whose requests begin in this step: connectors that were not chosen load in it."""

@@ -28,6 +28,7 @@ _DECISIVE: tuple[Outcome, ...] = ("match", "mismatch", "lossy", "unknown")
 class _Reading(NamedTuple):
     taken: Taken
     noted: Sequence[Block]
+    forgotten: set[tuple[int, bytes]]  # of the noted ones, since they were queued
     loads: Sequence[LoadedBlocks]
     reporters: Collection[int]  # connectors that reported bad blocks in that step, which they do not load
 
@@ -73,10 +74,20 @@ class Verifier:
             self._orders = _NO_ORDERS
             self.step_ended()
         self._orders = orders if orders is not None else _NO_ORDERS
+        if self._orders.forgotten:
+            self._forget(self._orders.forgotten)
         for load in self._orders.loads:
             (self._open if load.is_async else self._received)[load.request] = load
         while len(self._open) > OPEN_AT_MOST:
             del self._open[next(iter(self._open))]
+
+    def _forget(self, blocks: frozenset[tuple[int, bytes]]) -> None:
+        """Forget noted blocks, also those whose fingerprints have not been read or sent yet."""
+        for group, key in blocks:
+            self._blocks.forget(group, key)
+        for reading in self._readings:
+            reading.forgotten.update(blocks)
+        self._notes = [note for note in self._notes if isinstance(note, WrongBlocks) or note[:2] not in blocks]
 
     @contained("verify")
     def reported(self, index: int | None, kind: ReportKind, requests: Iterable[str]) -> None:
@@ -123,7 +134,7 @@ class Verifier:
         noted = [block for block in blocks if self._fingerprints.can_read(block)]
         loads = [self._readable(load) for load in received]
         if every := [*noted, *(block for load in loads for block in load.blocks)]:
-            self._readings.append(_Reading(self._fingerprints.take(every), noted, loads, self._reporters))
+            self._readings.append(_Reading(self._fingerprints.take(every), noted, set(), loads, self._reporters))
 
     def _compare_read(self, *, waits: bool = False) -> set[str]:
         """Compare the blocks that have been read, or all that are queued; return the requests that got wrong ones."""
@@ -141,7 +152,10 @@ class Verifier:
     def _compare(self, reading: _Reading) -> set[str]:
         fingerprints, requests = iter(reading.taken.read()), set[str]()
         for block in reading.noted:
-            self._blocks.note(block.group, block.key, fingerprint := next(fingerprints))
+            fingerprint = next(fingerprints)
+            if (block.group, block.key) in reading.forgotten:
+                continue
+            self._blocks.note(block.group, block.key, fingerprint)
             if self._hands_over:
                 sent = fingerprint.sent(self._fingerprints.form(block.group))
                 self._notes.append(NotedBlock(block.group, block.key, self._rank, sent))

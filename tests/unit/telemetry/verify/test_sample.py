@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvobs.state.cache_layout import CacheLayout
-from kvobs.state.transfers import NO_RESULT, LookupResult, Offer
+from kvobs.state.transfers import NO_RESULT, Load, LookupResult, Offer
 from kvobs.telemetry.verify.noted import BLOCKS_AT_MOST
 from kvobs.telemetry.verify.sample import (
     HANDED_AT_MOST,
@@ -181,6 +181,26 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     assert kept == ({}, {}, [], {}, {}, {})
 
 
+def test_what_a_failed_load_has_spoiled_is_forgotten_for_a_while() -> None:
+    sample = BlockSample(1, CacheLayout((BLOCK,)), BLOCK, in_flight=2)
+    keys = hashes(4)
+    request = _request(4 * BLOCK, keys)
+    sample.allocated(request, NO_RESULT, None, 0)
+    steps = [sample.orders_of(_chunk(number, BLOCK)) for number in range(3)]
+    blocks = [(0, keys[number][:KEY_BYTES]) for number in range(3)]
+    notes = [NotedBlock(*block, 0, "wrong") for block in blocks]
+    sample.noted(notes[:2])
+    sample.load_ended("b", Load(0, BLOCK, is_async=True, expected=1, failed_on={0}))
+    assert sample._forgotten == set()
+    sample.load_ended("b", Load(0, BLOCK, is_async=False, expected=1, failed_on={0}))
+    sample.noted(notes[1:])  # they were on their way
+    assert [block for block in blocks if block in sample._noted] == blocks[:1]
+    steps.append(sample.orders_of(_chunk(1, BLOCK)))
+    assert [step.forgotten for step in steps if step is not None] == [frozenset()] * 3 + [frozenset(blocks[1:])]
+    sample.noted([note._replace(sent="right") for note in notes[1:]])
+    assert [sample._noted.get(block) for block in blocks] == [{"0": "wrong"}, {"0": "right"}, None]
+
+
 FINGERPRINT = {"0": "of rank 0", "1": "of rank 1"}
 
 
@@ -273,6 +293,18 @@ def _sampled(share: float, keys: list[bytes]) -> set[bytes]:
 
 def _request(tokens: int, keys: list[bytes], params: Any = None) -> Any:
     return SimpleNamespace(request_id="a", num_prompt_tokens=tokens, block_hashes=keys, kv_transfer_params=params)
+
+
+def _chunk(number: int, tokens: int) -> Any:
+    """Return vLLM's output of the step that computes a part of the prompt of "a"."""
+    start, ids = number * tokens, ([number + 1],)
+    new = SimpleNamespace(req_id="a", block_ids=ids, num_computed_tokens=0)
+    cached = SimpleNamespace(**NOTHING | {"req_ids": ["a"], "new_block_ids": [ids], "num_computed_tokens": [start]})
+    return SimpleNamespace(
+        scheduled_new_reqs=[] if number else [new],
+        scheduled_cached_reqs=cached if number else SimpleNamespace(**NOTHING),
+        num_scheduled_tokens={"a": tokens},
+    )
 
 
 def _lookup(*connectors: int) -> LookupResult:

@@ -115,6 +115,27 @@ def test_a_load_that_is_asked_about_is_compared_once_and_at_once(rank: Rank, mon
     assert rank.counted() == {"match": 1, "mismatch": 1}
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_block_is_forgotten_whether_or_not_it_has_been_read(is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, key = Rank(parallel="one"), b"behind a failed load"
+    rank.verifier.take_notes()
+    take, is_ready = rank.verifier._fingerprints.take, is_read
+    monkeypatch.setattr(
+        rank.verifier._fingerprints, "take", lambda blocks: take(blocks)._replace(is_ready=lambda: is_ready)
+    )
+    rank.step(noted=[block(2, key), block(9, b"right")])
+    assert len(rank.verifier._readings) == int(not is_read)
+    is_ready = True
+    rank.verifier.step_begun(VerifyOrders((block(3, key),), (), frozenset({(0, key)})))
+    rank.verifier.step_ended()
+    sent = [(note.key, note.sent) for note in rank.verifier.take_notes() if isinstance(note, NotedBlock)]
+    assert [key for key, _ in sent] == [b"right", key]
+    rank.cache[5] = rank.cache[3]
+    rank.cache[6] = rank.cache[2]
+    rank.step(load(5, 6, key=key), load(9, request="b"), reports=[(0, ReportKind.RECEIVED, ["a", "b"])])
+    assert rank.counted() == {"match": 2, "mismatch": 1}
+
+
 def test_blocks_from_another_engine_are_compared_with_its_own() -> None:
     prefill, decode, other = Rank(parallel="two ranks"), Rank(parallel="two ranks"), Rank(parallel="four ranks")
     (note,) = prefill.verifier.take_notes()
