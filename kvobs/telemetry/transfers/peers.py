@@ -42,7 +42,8 @@ class Peers(Observer):
         self._recorder = recorder
         self._between_engines = between_engines
         self._peers: set[str] = set()
-        self._loading: dict[str, str] = {}  # request -> the peer that it loads from
+        # Request -> the peer that it loads from, until then; a synchronous load may end after its request.
+        self._loading: dict[str, str] = {}
 
     def allocated(self, request: ObservedRequest, lookup: LookupResult, owner: int | None, tokens: int) -> None:
         # Connectors change the params once they have taken them.
@@ -68,9 +69,6 @@ class Peers(Observer):
             self._recorder.count_dynamic(load.connector_index, PEER_LOADS, peer, outcome)
             if outcome == "ok":
                 self._recorder.count_dynamic(load.connector_index, PEER_LOAD_SECONDS, peer, n=load.duration_ns)
-
-    def request_ended(self, request: ObservedRequest) -> None:
-        self._loading.pop(request.request_id, None)
 
 
 def peer_of(request_id: str, params: Any) -> str | None:

@@ -20,10 +20,12 @@ from kvobs.telemetry.transfers.peers import (
     in_id,
     peer_of,
 )
+from kvobs.testing import BLOCK, Rig, Script
 from tests.support.numbers import taken
+from tests.support.rig import entry_for, observer_of
 
 NIXL, CPU = 0, 1
-PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 5600}
+PARAMS: dict[str, Any] = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 5600}
 
 
 class Observed:
@@ -117,7 +119,8 @@ def test_a_peer_whose_name_is_long_is_cut_and_keeps_its_outcome(long: dict[str, 
 
 def test_each_load_is_counted_once_with_its_outcome() -> None:
     observed = Observed()
-    requests = [observed.allocate(str(number)) for number in range(6)]
+    for number in range(6):
+        observed.allocate(str(number))
     observed.allocate("0", owner=None)  # for the step that resumes it
     observed.end("0")
     observed.end("0")
@@ -126,12 +129,24 @@ def test_each_load_is_counted_once_with_its_outcome() -> None:
     observed.end("2", aborted=True)
     observed.abort("3", by_error=True)
     observed.abort("4", failed=True)
-    for request in requests:
-        observed.peers.request_ended(request)
-    observed.end("5")
     loads = PEER_LOADS.name, NIXL, "h:5600"
     ends = {(*loads, "ok"): 1, (*loads, "failed"): 3, (*loads, "aborted"): 1}
     assert observed.counted == ends | {(PEER_LOAD_SECONDS.name, NIXL, "h:5600"): 7}
+    assert observed.peers._loading.keys() == {"5"}
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_load_in_the_last_step_of_its_request_is_counted(tokens: int) -> None:
+    """The request ends before the ranks' reports are read."""
+    script = Script("p2p", {"r": (BLOCK, False)})
+    rig = Rig("kvobs", script, connectors=[entry_for(script, "PeerConnector")], kvobs={"names": ["p2p"]})
+    rig.add("r", max_tokens=tokens, **PARAMS)
+    rig.run(4)
+    counted = taken(rig.connector._telemetry._recorders.recorder).opened
+    assert [key for *key, _ in counted if key[0] == PEER_LOADS.name] == [[PEER_LOADS.name, 0, "h:5600", "ok"]]
+    peers = observer_of(rig, Peers)
+    assert peers is not None
+    assert peers._loading == {}
 
 
 def test_a_store_that_loads_instead_of_the_peer_is_not_the_peer() -> None:
