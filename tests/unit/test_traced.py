@@ -90,6 +90,21 @@ def test_no_clock_of_a_rank_changes_a_number(offset_s: float, monkeypatch: pytes
     assert len(spans) == 7
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_load_in_the_last_step_of_its_request_is_weighed(
+    tokens: int, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+) -> None:
+    """The request ends before the ranks' reports are read."""
+    a.offers["r"] = SYNC
+    engine = Traced(monkeypatch, a, b)
+    engine.rig.add("r", max_tokens=tokens)
+    engine.step(3)
+    said = attributes(engine.span("kv.load one"))
+    assert said["waited"] == pytest.approx(engine.value("kvobs_load_duration_seconds_sum", mode="sync"))
+    assert said["waited"] > 0
+    assert_nothing_is_left(engine.rig)
+
+
 @pytest.mark.parametrize("headers", [None, SAMPLED])
 def test_a_decode_engine_links_to_prefill(headers: Any, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     prefill = "00-" + "12" * 16 + "-" + "34" * 8 + "-01"

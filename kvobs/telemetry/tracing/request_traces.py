@@ -149,7 +149,7 @@ class Traces(TelemetryObserver):
             return
         self._write_load(request_id)
         self._unweighed[request_id] = opened, load
-        if request_id not in self._traces:  # it has ended, and no one waits
+        if load.aborted:  # its request has ended, and no one waits
             self._write_load(request_id)
 
     def load_weighed(self, request_id: str, load: Load, gain: Gain) -> None:

@@ -129,6 +129,7 @@ def live(scheduler: Scheduler, mine: Any) -> TraceContext | None:
     traces.looked_up(mine, 3, 4)
     traces.promised(request_id, {0: save}, {})
     params = traces.into_params(request_id, {})
+    load.aborted = True
     traces.request_ended(request(request_id))
     traces.load_ended(request_id, load)
     traces.saved(request_id, 0, save, 5)
@@ -361,6 +362,7 @@ def test_a_fault_costs_the_trace_and_nothing_else() -> None:
     observer.allocated(request("r"), lookup(), None, 0)
     observer.admitted("r", load)
     observer.promised("r", {0: Save(True)}, {1: Save(True)})
+    load.aborted = True
     observer.request_ended(request("r"))
     observer.load_ended("r", load)
     observer.saved("r", 0, Save(True), 1)
