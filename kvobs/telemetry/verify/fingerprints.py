@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, UniformTypeKVCacheSpecs
 
-from kvobs.telemetry.verify.noted import Fingerprint
+from kvobs.telemetry.verify.noted import PACKED, Fingerprint
 from kvobs.telemetry.verify.sample import Block
 
 LAYERS_OF_A_BLOCK = 4  # that are read, unless every block is
@@ -114,8 +114,10 @@ class Fingerprints:
             done += len(its_rows)
             raw = self._cache.pages(group, layer)[ids].flatten(1)
             digests[row] = digests[row] * _MIX + _digest(raw)
-            numbers = self._numbers(raw)
-            largest[row] = torch.maximum(largest[row], numbers.abs().amax(1))
+            stored = self._stored(raw)
+            numbers = stored.float()
+            has_numbers = stored.is_floating_point()
+            largest[row] = torch.maximum(largest[row], numbers.abs().amax(1)) if has_numbers else PACKED
             slots, slot = self._slots(group, layer)
             if slot < VALUES:
                 positions = _spread(self._cache.pages(group, layer).shape[1:], min(slots, VALUES), device)[slot]
@@ -137,10 +139,9 @@ class Fingerprints:
         stride = self._stride(count)
         return -(-count // stride), layer // stride
 
-    def _numbers(self, raw: torch.Tensor) -> torch.Tensor:
-        if self._fp8 is not None and raw.dtype is torch.uint8:
-            raw = raw.view(self._fp8)
-        return raw.float()
+    def _stored(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of pages; of a packed cache, such as fp8_ds_mla or nvfp4, its bytes."""
+        return raw.view(self._fp8) if self._fp8 is not None and raw.dtype is torch.uint8 else raw
 
 
 def batched(rows: Sequence[int]) -> Iterator[Sequence[int]]:

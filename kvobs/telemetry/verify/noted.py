@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from base64 import b64decode, b64encode
+from math import inf
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -21,13 +22,14 @@ NEAR = 0.2  # of a value, and of the usual value: what 4 bits leave of it
 NEAR_SHARE = 0.8  # of the values
 FAR = 0.25  # the same: the last bit of an FP8 number, which differs in another batch, is less
 SAME_SHARE = 0.4  # of the values; compression leaves fewer of them as they were
+PACKED = inf  # the largest value of a block that has bytes of several meanings, such as numbers and their scales
 _SENT = struct.Struct("<Iq9f")  # form, digest, largest value, 8 values
 
 
 class Fingerprint(NamedTuple):
     """A block's bytes in short: ``digest`` changes with any of them, ``values`` are some of its numbers.
 
-    ``largest`` is the largest absolute value of all.
+    ``largest`` is the largest absolute value of all; with ``PACKED`` the values are bytes.
     """
 
     digest: int
@@ -97,6 +99,8 @@ def _is_near(a: Fingerprint, b: Fingerprint) -> bool:
     if not len(used := np.flatnonzero((values != 0) | (b.values != 0))):
         return True
     loaded, noted = values[used], b.values[used]
+    if b.largest == PACKED:  # a last bit may change a byte in any way; of unrelated bytes few are the same
+        return bool(np.mean(loaded == noted) >= SAME_SHARE)
     usual = np.sqrt(np.mean(np.square(noted)))
     with np.errstate(invalid="ignore", divide="ignore"):
         off = np.abs(loaded - noted) / (np.abs(noted) + usual)

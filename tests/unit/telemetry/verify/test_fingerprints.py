@@ -193,6 +193,30 @@ def test_bytes_of_eight_bit_floats_are_read_as_numbers(name: str) -> None:
     assert take(layers_of(cache), block(1), cache_dtype=name)[0].largest == 1.5
 
 
+def packed(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of tokens as in fp8_ds_mla: numbers of eight bits, their four scales, numbers of 16 bits."""
+    parts = tokens[..., :512].reshape(*tokens.shape[:-1], 4, 128)
+    scales = parts.abs().amax(-1, keepdim=True) / 448
+    numbers = (parts / scales).flatten(-2).to(torch.float8_e4m3fn).view(torch.uint8)
+    rest = tokens[..., 512:].to(torch.bfloat16).view(torch.uint8)
+    return torch.cat([numbers, scales.flatten(-2).view(torch.uint8), rest], -1)
+
+
+@pytest.mark.parametrize("noise", [1e-4, 4e-3])
+def test_packed_bytes_computed_elsewhere_are_lossy(noise: float) -> None:
+    """Which differ in last bits: a store may be shared by engines, and outlive this one."""
+    tokens = torch.randn((BLOCKS, TOKENS, 512 + 64), generator=torch.Generator().manual_seed(5))
+    elsewhere = tokens * (1 + noise * torch.randn(tokens.shape, generator=torch.Generator().manual_seed(6)))
+    found = NotedBlocks()
+    blocks = [block(number, bytes([number] * 8)) for number in range(BLOCKS)]
+    pages = packed(tokens), packed(elsewhere), packed(tokens.roll(1, 0))
+    own, near, wrong = (take(layers_of(each), *blocks, cache_dtype="fp8_ds_mla") for each in pages)
+    for each, fingerprint in zip(blocks, own, strict=True):
+        found.note(0, each.key, fingerprint)
+    compared = [[found.compare(0, each.key, one) for each, one in zip(blocks, of, strict=True)] for of in (near, wrong)]
+    assert [set(each) for each in compared] == [{"lossy"}, {"mismatch"}]
+
+
 @pytest.mark.parametrize(
     "layers",
     [layers_of(random_cache(), of=MambaSpec), layers_of(random_cache(), of=CrossAttentionSpec), layers_of()],

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvobs.telemetry.verify.noted import FAR, VARIANTS_AT_MOST, Fingerprint, NotedBlocks, compare_sent
+from kvobs.telemetry.verify.noted import FAR, PACKED, VARIANTS_AT_MOST, Fingerprint, NotedBlocks, compare_sent
 
 RNG = np.random.default_rng(7)
 VALUES = RNG.standard_normal(128).astype(np.float32)
@@ -53,6 +53,14 @@ def test_an_outcome_says_how_far_a_loaded_block_is(loaded: Fingerprint, outcome:
     assert noted(NOTED).compare(0, b"key", loaded) == outcome
     if outcome != "lossy":  # that border is less exact with the few values that are sent
         assert compare_sent(NOTED.sent(7), 7, loaded) == outcome
+
+
+@pytest.mark.parametrize(("changed", "outcome"), [(1, "lossy"), (60, "lossy"), (90, "mismatch"), (128, "mismatch")])
+def test_packed_bytes_are_near_if_many_are_the_same(changed: int, outcome: str) -> None:
+    packed = other(1, np.arange(128), PACKED)
+    loaded = other(2, np.where(np.arange(128)[::-1] * 37 % 128 < changed, 255, np.arange(128)), PACKED)
+    assert noted(packed).compare(0, b"key", loaded) == outcome
+    assert noted(packed).compare(0, b"key", loaded._replace(largest=4.0)) == "mismatch"
 
 
 def test_a_sent_fingerprint_is_compared_with_ones_of_its_form() -> None:
