@@ -476,8 +476,8 @@ CONNECTORS = (
               last_over_time(kvobs_lookups_total{{outcome=~"hit|miss"}}[2m] offset {UNSERVED_H}h)
             )
             unless (
-              increase(kvobs_admitted_tokens_total[{UNSERVED_H}h])
-              or (kvobs_admitted_tokens_total unless kvobs_admitted_tokens_total offset {UNSERVED_H}h)
+              (kvobs_admitted_tokens_total unless kvobs_admitted_tokens_total offset {UNSERVED_H}h)
+              or increase(kvobs_admitted_tokens_total[{UNSERVED_H}h])
             ) > 0
         """,
         hold="30m",

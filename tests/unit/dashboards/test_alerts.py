@@ -152,6 +152,13 @@ def test_a_connector_that_is_new_may_not_have_served_yet(tmp_path: Path) -> None
     passes([case(series, [], {"175m": {}, "220m": {"": 1}}, name)], tmp_path)
 
 
+def test_a_connector_that_has_loaded_once_serves_for_three_hours(tmp_path: Path) -> None:
+    """The series of its loads begins with that one, which no increase shows."""
+    name, hours = "KvobsNeverServes", "0+30000x1000"
+    once = engine(stored("_x440 5000+0x560", hours, "0+100000x1000", asked="0+30x1000"))
+    passes([case(once, [], {"218m": {"": 1}, "270m": {}, "390m": {}, "440m": {"": 1}}, name)], tmp_path, name)
+
+
 def test_without_any_kvobs_only_that_is_said(tmp_path: Path) -> None:
     other = {'up{job="node"}': UP}
     quiet = [one for name in BY_NAME if name != "KvobsJobMissing" for one in quietly(name, quiet_from(0))]

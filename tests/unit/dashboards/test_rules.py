@@ -294,7 +294,8 @@ RARE = sorted(
     (name, signal.name)
     for name, expr in ((name, rule["expr"]) for name, rule in RULE_OF.items())
     for signal in SIGNALS
-    if re.search(
+    if BY_NAME[name].severity is not Severity.INFO  # advice is about what does not happen
+    and re.search(
         rf"or increase\({signal.name}\[", expr + str([of for record, of in RECORDED.items() if record in expr])
     )
 )
