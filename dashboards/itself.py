@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dashboards import frame, looks, questions
 from dashboards.frame import Board, Section
 from dashboards.panels import About, Panel, Query, lines, states
@@ -11,6 +13,9 @@ from kvobs.schema import signals
 _OF_ENGINE = ("instance", "engine")
 _ENGINE = "{{instance}} engine {{engine}}"
 _EXPORTER = "{{instance}} {{exporter}}"
+
+_OR_OF_NONE = replace(SELECTION, connector='connector=~"$connector|"')
+"""An engine that the out-of-memory killer ended may have been in no connector's call."""
 
 
 def itself() -> Board:
@@ -42,7 +47,7 @@ def _engines() -> Panel:
         },
         Query(SELECTION.gauge(signals.ENGINE_UP, *_OF_ENGINE, how="min"), _ENGINE),
         Query(
-            f"1 + {SELECTION.gauge(signals.ENGINE_ENDED, *_OF_ENGINE, 'connector', 'hook', 'reason', how='max')}",
+            f"1 + {_OR_OF_NONE.gauge(signals.ENGINE_ENDED, *_OF_ENGINE, 'connector', 'hook', 'reason', how='max')}",
             f"{_ENGINE}: {{{{connector}}}} {{{{hook}}}} {{{{reason}}}}",
         ),
     )

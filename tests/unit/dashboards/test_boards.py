@@ -20,12 +20,12 @@ from dashboards.site import Site
 from kvobs.schema import signals
 from kvobs.schema.signals import SIGNALS
 from tests.support.boards import QUERIED, Board, asked, metric, panels, queries
-from tests.support.promtool import passed
+from tests.support.promtool import answers, passed
 
 TEXTS = {path: text() for path, text in FILES.items() if path.startswith("boards/")}
 BOARDS: dict[str, Board] = {path: json.loads(text) for path, text in TEXTS.items()}
-OVERVIEW, CONNECTOR, SLOW_LOADS = (
-    BOARDS[f"boards/{uid}.json"] for uid in (frame.OVERVIEW, frame.CONNECTOR, frame.SLOW_LOADS)
+OVERVIEW, CONNECTOR, SLOW_LOADS, ITSELF = (
+    BOARDS[f"boards/{uid}.json"] for uid in (frame.OVERVIEW, frame.CONNECTOR, frame.SLOW_LOADS, frame.ITSELF)
 )
 
 each = pytest.mark.parametrize("path", BOARDS)
@@ -177,6 +177,13 @@ def test_tiles_show_what_is_now() -> None:
     tiles = [panel for board in BOARDS.values() for panel in panels(board) if panel["type"] == "stat"]
     assert len(tiles) > 10
     assert all(target["instant"] and not target.get("range") for tile in tiles for target in tile["targets"])
+
+
+@pytest.mark.tools
+def test_an_end_outside_of_any_call_is_shown(tmp_path: Path) -> None:
+    (engines,) = [panel for panel in panels(ITSELF) if panel["title"] == "Engines"]
+    ends = {f'kvobs_engine_ended{{connector="{of}",hook="h",reason="SIGKILL"}}': "1x20" for of in ("", "cpu")}
+    assert answers(tmp_path, ends, engines["targets"][1]["expr"]) == {"": 2, "cpu": 2}
 
 
 def test_an_empty_cell_does_not_say_that_no_alert_fires() -> None:
