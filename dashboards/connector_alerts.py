@@ -256,7 +256,8 @@ CONNECTORS = (
         severity=Severity.WARNING,
         about=ENGINE,
         board="kvobs-connector",
-        # The connectors' own metrics, which may be of another target on the same host.
+        # The connectors' own metrics, which may be of another target on the same host. No increase shows the first
+        # failed load: its series begins with it.
         expr="""
             label_replace(
               group without (version, vllm_version, native) (last_over_time(kvobs_build_info[2m])),
@@ -276,7 +277,9 @@ CONNECTORS = (
               unless on (__cluster__, host, model_name, engine) (
                 sum by (__cluster__, host, model_name, engine) (
                   label_replace(
-                    increase(kvobs_loads_total{outcome="failed"}[15m]), "host", "$1", "instance", "(.+?)(:[0-9]+)?"
+                    kvobs_loads_total{outcome="failed"} unless kvobs_loads_total{outcome="failed"} offset 15m
+                    or increase(kvobs_loads_total{outcome="failed"}[15m]),
+                    "host", "$1", "instance", "(.+?)(:[0-9]+)?"
                   )
                 ) > 0
               )

@@ -146,6 +146,7 @@ SCENES = {
         idle=hidden("50+0x400"),
         quiet=(
             hidden("0+1x400", "0+1x400"),  # they are loads that failed
+            hidden("0+0x40 1+0x360", "_x40 1+0x360"),  # of which there was none before: a series begins with the first
             hidden("0+1x400", of=MOONCAKE_FAILED.replace("load_get", "save_put")),
         ),
     ),
