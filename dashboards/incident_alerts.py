@@ -42,7 +42,8 @@ INCIDENTS = (
         severity=Severity.CRITICAL,
         about=ENGINE,
         # The second part reads vLLM's metrics, without the connector, from another target on the same host. It also
-        # looks back 90 s, because two minutes are not over where the first sample is younger.
+        # looks back 90 s, because two minutes are not over where the first sample is younger. What computes does
+        # not wait: that target may be another server's.
         expr="""
             connector_kind:kvobs_oldest_in_flight_seconds:idle90s
             or (
@@ -58,6 +59,7 @@ INCIDENTS = (
                 "host", "$1", "instance", "(.+?)(:[0-9]+)?"
               )
               unless ignoring (host, connector, kind) connector_kind:kvobs_oldest_in_flight_seconds:idle90s
+              unless ignoring (host) engine:kvobs_step_seconds:changed90s
             )
         """,
         hold="0m",

@@ -109,6 +109,13 @@ def test_stopped_engine_is_critical_within_two_minutes(name: str, tmp_path: Path
     passes([{**one, "interval": "15s"} for one in tests], tmp_path, name, SOON)
 
 
+def test_another_server_on_the_host_that_computes_does_not_wait(tmp_path: Path) -> None:
+    """Servers on a host have the same model and engine: vLLM's metrics may be of either."""
+    waits = engine(not_resumed("0+30x400", "50+0x400", "2+0x400", "0+0x400"))
+    computes = engine(not_resumed("0+0x400", "0+20x400"), {"instance": "gpu-1:8100"})
+    passes([case(waits | computes, [], {"10m": {"": 1}}, "KvobsRequestsNotResumed")], tmp_path)
+
+
 def test_all_that_stops_an_engine_is_in_time() -> None:
     assert [alert.name for alert in INCIDENTS] == list(IN_TIME)
     assert all(BY_NAME[name].severity is Severity.CRITICAL for name in IN_TIME)
