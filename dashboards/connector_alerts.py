@@ -116,14 +116,14 @@ CONNECTORS = (
         board="kvobs-connector",
         # The counter shows that it began. The alert continues, and does not begin, while the oldest transfer began
         # before that quarter of an hour: a later one, or one after a restart, is another. A missed scrape ends no
-        # series here. The sum has no name, which the two have.
+        # series here. The sum has no name, which the two have. The label alertgroup is vmalert's.
         expr="""
             last_over_time((
               0 + (
                 connector_rank:kvobs_stuck_transfers:increase15m > 0
                 or (
                   kvobs_stuck_transfers_total
-                  and ignoring (alertname, alertstate, severity)
+                  and ignoring (alertname, alertstate, alertgroup, severity)
                     ALERTS{alertname="KvobsStuckTransfers",alertstate="firing"}
                   and ignoring (rank) max without (kind) (kvobs_oldest_in_flight_seconds{kind=~"load|save"}) > 900
                 )

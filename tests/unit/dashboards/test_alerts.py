@@ -11,6 +11,7 @@ import pytest
 from dashboards.alerts import ALERTS
 from dashboards.incident_alerts import INCIDENTS
 from dashboards.rules import SOON, Severity
+from tests.support.promtool import answers
 from tests.unit.dashboards.evaluation import (
     BY_NAME,
     beside,
@@ -107,6 +108,16 @@ IN_TIME: dict[str, tuple[Series, ...]] = {
 def test_stopped_engine_is_critical_within_two_minutes(name: str, tmp_path: Path) -> None:
     tests = [case(engine(series), [], {"10m": {}, "12m": {"": 1}}, name) for series in IN_TIME[name]]
     passes([{**one, "interval": "15s"} for one in tests], tmp_path, name, SOON)
+
+
+def test_stuck_transfers_fire_on_in_vmalert(tmp_path: Path) -> None:
+    """Its ALERTS have the label ``alertgroup``, which Prometheus's have not."""
+    name, of = "KvobsStuckTransfers", 'connector="disk"'
+    fires = f'alertname="{name}",alertstate="firing",alertgroup="kvobs.alerts",severity="critical"'
+    series = {f'ALERTS{{{fires},{of},rank="1"}}': "1x20", f'kvobs_stuck_transfers_total{{{of},rank="1"}}': "1x20"}
+    old = {f'kvobs_oldest_in_flight_seconds{{{of},kind="load"}}': "1000x20"}
+    assert answers(tmp_path, series | old, BY_NAME[name].expr) == {"disk": 1}
+    assert answers(tmp_path, series, BY_NAME[name].expr) == {}
 
 
 def test_another_server_on_the_host_that_computes_does_not_wait(tmp_path: Path) -> None:
