@@ -58,6 +58,8 @@ def test_ports_are_on_this_machine_only_and_can_be_changed() -> None:
     assert {number[1] for number in numbers if number} == {
         "VLLM", "EXPORTER", "OTLP_GRPC", "OTLP_HTTP", "COLLECTOR_HEALTH", "TEMPO", "PROMETHEUS", "GRAFANA",
     }  # fmt: skip
+    boards = (ROOT / "docs/boards.md").read_text()
+    assert set(re.findall("`([A-Z_]+)_PORT`", boards)) == {number[1] for number in numbers if number}
 
 
 def test_tempo_and_prometheus_listen_where_the_settings_say() -> None:
