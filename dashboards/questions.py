@@ -194,7 +194,9 @@ def resume_ages(*by: str) -> str:
         SELECTION.series(signals.OLDEST_IN_FLIGHT, kind="awaiting_schedule"),
         SELECTION.series(signals.STEP_SECONDS),
     )
-    return f"max by ({', '.join(by)}) ({age} unless {ENGINE} ({steps} > {steps} offset 30s))"
+    # Where an engine is scraped once a minute, its last two scrapes are further apart.
+    rarely = f"{steps} > {steps} offset 90s unless count_over_time({steps}[30s]) > 1"
+    return f"max by ({', '.join(by)}) ({age} unless {ENGINE} ({steps} > {steps} offset 30s or {rarely}))"
 
 
 def hang_ages() -> str:

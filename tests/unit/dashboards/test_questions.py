@@ -92,6 +92,13 @@ def test_the_verdict_is_the_worst_that_is_true(tmp_path: Path) -> None:
     assert {of: again[of] for of in again} == {of: states[of] for of in again}
 
 
+@pytest.mark.parametrize("at", ["10m", "10m20s", "10m40s"])
+def test_an_engine_scraped_once_a_minute_computes_in_between(at: str, tmp_path: Path) -> None:
+    waits = {OLDEST("cpu", "awaiting_schedule"): "20x20"}
+    assert answers(tmp_path, waits | {STEPS: RISING}, questions.resume_ages(*by_connector), at) == {}
+    assert answers(tmp_path, waits | {STEPS: "9x20"}, questions.resume_ages(*by_connector), at) == {"cpu": 20}
+
+
 def test_a_connector_of_an_engine_with_requests_is_not_idle(tmp_path: Path) -> None:
     series = connector("cpu") | {
         f'vllm:num_requests_{name}{{job="vllm",instance="i:8000",model_name="m",engine="0"}}': values
