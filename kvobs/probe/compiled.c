@@ -163,27 +163,28 @@ static PyObject *call_one(Calls *self, PyObject *args, PyObject *keywords) {
     return answer;
 }
 
-/* The end of one call is the start of the next. */
+/* The end of one call is the start of the next; the time that `notice` takes between them is not counted. */
 static PyObject *call_each(Calls *self, PyObject *args, PyObject *keywords) {
-    int64_t begin = now_ns(self->probe);
+    int64_t begin = now_ns(self->probe), ended = begin;
     for (const Target *t = self->targets, *end = t + self->n; t < end; t++) {
         t->begun[0] = begin;
         PyObject *answer = PyObject_Call(t->call, args, keywords);
-        int64_t now = now_ns(self->probe);
+        ended = now_ns(self->probe);
+        int64_t spent = ended - begin;
         if (UNLIKELY(!answer)) {
-            fail(t, begin, now - begin, args);
-            self->fan_outs[1] = now;
+            fail(t, begin, spent, args);
+            self->fan_outs[1] = ended;
             return NULL;
         }
         Py_DECREF(answer);
-        if (UNLIKELY(count(self->probe, t, begin, now - begin, args) < 0)) {
-            self->fan_outs[1] = now;
+        if (UNLIKELY(count(self->probe, t, begin, spent, args) < 0)) {
+            self->fan_outs[1] = ended;
             return NULL;
         }
-        begin = now;
+        begin = UNLIKELY(spent > t->noticed_ns) ? now_ns(self->probe) : ended;
     }
     add(&self->fan_outs[0], 1);
-    self->fan_outs[1] = begin;
+    self->fan_outs[1] = ended;
     return Py_NewRef(Py_None); /* not Py_RETURN_NONE, which 3.12's headers make wrong for 3.11 */
 }
 

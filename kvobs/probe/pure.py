@@ -67,8 +67,9 @@ class Probe(Protocol):
     def fan_out(self, targets: tuple[Target, ...], fan_outs: int, /) -> Call:
         """Return a call of all targets, each timed: one reading of the clock ends a call and begins the next.
 
-        The first of the two words at ``fan_outs`` counts the fan-outs that have ended. The second is when the last one
-        ended, normally or by an exception: the call that began later is in progress. Keywords also pass.
+        The time that ``notice`` takes is not counted. The first of the two words at ``fan_outs`` counts the fan-outs
+        that have ended. The second is when the last call ended, normally or by an exception: the call that began later
+        is in progress. Keywords also pass.
         """
 
     def waits(self, rows: tuple[Wait, ...], fan_outs: int, buckets: bytes, total: int, /) -> Waits:

@@ -8,6 +8,7 @@ from asyncio import CancelledError
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -105,6 +106,29 @@ def test_both_count_the_same(program: list[Any]) -> None:
         )
     assert stories[0] == stories[1]
     assert pages[0] == pages[1]
+
+
+@each_probe
+def test_no_connector_is_blamed_for_the_notice_of_the_one_before(kind: Kind) -> None:
+    now = 10**9
+
+    def passes(ns: int) -> Callable[..., None]:
+        def call(*_: object) -> None:
+            nonlocal now
+            now += ns
+
+        return call
+
+    def ran_ns(_: int, spent: int) -> int:
+        passes(10**8)()  # as where it waits for the thread that notes pauses
+        return spent
+
+    recorder = recorder_of(kind, 2, SLOW_NS, clock=lambda: now)
+    recorder.pauses = mock.Mock(ran_ns=ran_ns, waited_ns=lambda *_: 0)
+    targets = [LayerCall(0, passes(10**9)), LayerCall(1, passes(1000))]
+    layers = LayerCalls("save_kv_layer", targets, recorder)
+    layers.fan_out(*ARGUMENTS["save_kv_layer"])
+    assert layers.close_step() == [10**9, 1000]
 
 
 class Suicidal:
