@@ -78,7 +78,7 @@ class Pauses:
 
         The thread's delays are known once a second: some may be of the time before the call.
         """
-        before = next((delay for at, delay in reversed(self._delays) if at <= begin_ns), None)
+        before = next((delay for at, delay in reversed(tuple(self._delays)) if at <= begin_ns), None)
         if before is None or get_native_id() != main_thread().native_id:
             return 0
         return min(spent_ns, run_delay_ns(get_native_id()) - before)

@@ -133,6 +133,20 @@ def test_a_call_may_have_waited_for_a_core(
     assert mine.waited_ns(begin, spent) == waited
 
 
+def test_the_thread_may_note_a_delay_while_a_call_looks_at_them() -> None:
+    mine = Pauses()
+    mine._delays += [(i, 0) for i in range(AT_MOST)]
+
+    class Begin(int):
+        """A time, at whose first comparison the thread runs."""
+
+        def __ge__(self, other: object) -> bool:
+            mine._delays.append((AT_MOST, 0))
+            return False
+
+    assert mine.waited_ns(Begin(1), 5) == 0, "no delay is known of the time before"
+
+
 def test_another_threads_wait_for_a_core_is_unknown() -> None:
     mine, waited = Pauses(), list[int]()
     mine._delays.append((0, -(10**18)))
