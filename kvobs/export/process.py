@@ -206,7 +206,10 @@ class Exporter:
     def _export_spans(self, *, is_last: bool = False) -> None:
         if self._spans is not None:
             export = self._spans.finish if is_last else self._spans.go_on
-            export([served.totals for served in self._served.values() if self._exports(served.engine)])
+            others = [served.engine for served in self._served.values() if not self._exports(served.engine)]
+            for engine in others:
+                engine.skip_spans()  # not to be sent again if the API server ends first
+            export([served.totals for served in self._served.values() if served.engine not in others])
 
     def _exports(self, engine: Engine) -> bool:
         """Return whether the spans of an engine are exported here, and not by vLLM's API server."""

@@ -352,6 +352,22 @@ def test_spans_that_the_api_server_exports_are_not_sent_here(
     lock.release()
 
 
+def test_spans_that_the_api_server_has_exported_are_not_sent_once_it_is_gone(
+    make: Callable[..., Exporter], memory: InMemorySpanExporter
+) -> None:
+    pages = traced()
+    lock = files.Lock(files.folder(), f"{pages.server}-0{files.COLLECTOR}")
+    pages.write(*[[record()]] * 3)
+    pages.write([record(reason=spans.Reason.SLOW)])
+    mine = make(pages)
+    cycle(mine)
+    lock.release()
+    pages.write([record("kv.save")])
+    cycle(mine)
+    mine._close(lingers=True)
+    assert [span.name for span in memory.get_finished_spans()] == ["kv.save disk"]
+
+
 def test_its_own_counts_outlive_it_once_they_are_written_down(
     make: Callable[..., Exporter], memory: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,17 @@ def test_a_reader_that_comes_back_counts_what_it_missed() -> None:
     assert numbers(reader) == []
 
 
+def test_what_a_reader_skips_is_not_missed() -> None:
+    mine = Ring()
+    reader = mine.reader()
+    for n in (0, 3, 4000):
+        for _ in range(n):
+            mine.write()
+        reader.skip()
+    mine.write(2)
+    assert (numbers(reader), reader.missed) == ([4003, 4004], 0)
+
+
 def test_a_second_reader_continues_where_the_first_one_stopped() -> None:
     """Also if it stopped between two groups, and what it had not read was overwritten meanwhile."""
     mine = Ring()
