@@ -116,6 +116,7 @@ class Exporter:
             self._export_spans()
             time.sleep(BETWEEN_SPANS_S)
         is_gone = not self._has_engine()
+        self._note_ends()  # of those that have ended since the last look
         self._close(lingers=is_gone)
         return is_gone
 
@@ -169,6 +170,7 @@ class Exporter:
         for served in self._served.values():
             served.engine.find()
 
+    @faults.contained("read")
     def _note_ends(self) -> None:
         """Note why the engines that have ended since then ended: others may continue."""
         for served in self._served.values():

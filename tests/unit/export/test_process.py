@@ -504,6 +504,25 @@ def test_the_end_of_one_engine_is_shown_while_the_others_run(
     assert mine._has_engine()
 
 
+def test_an_end_while_other_things_are_done_is_shown_by_the_last_numbers(
+    make: Callable[..., Exporter], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = Pages()
+    pages.writers[0].close()
+    mine = make(pages)
+    with watched.process(pages.engine_id, None, "hangs") as killed:
+
+        def keep() -> None:
+            os.kill(killed.pid, signal.SIGUSR1)
+            assert eventually(lambda: not mine._has_engine())
+
+        monkeypatch.setattr(mine, "_keep", keep)
+        assert mine.run(), "its engine is gone"
+    text = "the engine has ended in start_load_kv of connector 'remote' on scheduler: SIGUSR1"
+    assert caplog.text.count(text) == 1
+    assert 'reason="SIGUSR1"' in text_of(mine)
+
+
 def test_health_has_all_engines_with_their_processes(make: Callable[..., Exporter]) -> None:
     first = Pages(None, 0, ranks=2)
     second = Pages(1, of=first, index=3)
