@@ -121,7 +121,11 @@ class MultiKVConnectorPromMetrics(stock.MultiKVConnectorPromMetrics):
         for index, values in self.per_engine_labelvalues.items():
             models[index] = str(dict(zip(self._labelnames, values, strict=True))[signals.VLLM_LABELS[0]])
         shown = Shown(identity.server, models, TracingSettings.of(options, vllm_config))
-        REGISTRY.register(shown.collector)  # refuses names that others have
+        try:
+            REGISTRY.register(shown.collector)
+        except ValueError:  # others have these names; the exporter that is started then also sends the spans
+            shown.close()
+            raise
         self._registered.append(shown.collector)
         self._shown.append(shown)
         shown.announce()

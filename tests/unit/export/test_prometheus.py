@@ -21,7 +21,7 @@ import kvobs
 from kvobs import faults
 from kvobs.export import prometheus, span_export
 from kvobs.export.process import lock_of
-from kvobs.export.prometheus import MultiKVConnectorPromMetrics
+from kvobs.export.prometheus import MultiKVConnectorPromMetrics, Shown
 from kvobs.page import files
 from kvobs.page.description import Identity
 from kvobs.probe.recorder import Recorder
@@ -289,12 +289,20 @@ def test_a_part_of_the_metrics_can_be_asked_for(registry: CollectorRegistry, mon
 
 
 @pytest.mark.usefixtures("in_production")
-def test_metrics_that_fail_to_register_cost_connectors_nothing(registry: CollectorRegistry) -> None:
-    """And the engine starts its exporter: it is not told that they are shown."""
-    other = Counter("kvobs_lookups_total", "Of someone else.", registry=registry)
+def test_metrics_that_fail_to_register_cost_connectors_nothing(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the engine starts its exporter, which also sends the spans: they are not sent here."""
+    other, close, closed = Counter("kvobs_lookups_total", "Of someone else.", registry=registry), Shown.close, []
+
+    def noting(self: Shown) -> None:
+        closed.append(self)
+        close(self)
+
+    monkeypatch.setattr(Shown, "close", noting)
     front = real("one")
     assert faults.take() == {"read": 1}
-    assert not shows(front)
+    assert (shows(front), len(closed)) == (False, 1)
     front.metrics.observe({"one": {"n": 3}})
     assert registry.get_sample_value("scripted_things_total", {**LABELS, "connector": "one"}) == 3
     registry.unregister(other)
