@@ -275,6 +275,9 @@ class Lookups:
             self._observer.lapsed(asked.last.offers)
 
 
+_WAITING = {"WAITING", "PREEMPTED"}  # by name: this module needs no vLLM
+
+
 class _Open(NamedTuple):
     """A lookup that was left open: its arguments, the allocated blocks, and the connectors that have not answered."""
 
@@ -322,9 +325,12 @@ class OpenLookups:
     def poll(self, blocks_step: Callable[[int], bool]) -> None:
         """Repeat the lookups; give 0 tokens to connectors that have answered.
 
+        A request that waits again may have lost its blocks: vLLM looks it up, or allocates, before it runs.
         ``blocks_step`` returns whether a connector is not asked now because its last call took too long.
         """
         for request_id, (request, computed, blocks, unanswered) in list(self._open.items()):
+            if request.status.name in _WAITING:
+                continue
             for index in unanswered.copy():
                 if blocks_step(index):
                     continue

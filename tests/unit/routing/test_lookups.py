@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+from vllm.v1.request import RequestStatus
 
 from kvobs.connectors.sub_connector import SubConnector
 from kvobs.probe.recorder import Recorder
@@ -369,7 +370,7 @@ def test_an_open_lookup_is_repeated_and_then_gets_no_tokens() -> None:
     answered: list[Any] = []
     lookups = OpenLookups(connectors, [Visibility(), Visibility()], lambda *answer: answered.append(answer))
     for request_id in answers:
-        lookups.leave_open(SimpleNamespace(request_id=request_id), "blocks", 48, {1})
+        lookups.leave_open(SimpleNamespace(request_id=request_id, status=RequestStatus.RUNNING), "blocks", 48, {1})
     for _ in range(2):
         lookups.discard("ended")
     assert [lookups.has(index, "r") for index in (0, 1)] == [False, True]
@@ -457,6 +458,30 @@ def test_a_request_that_ends_first_is_reported_as_vllm_would(a: Script, b: Scrip
     assert len(b.called("get_num_new_matched_tokens")) == asked
     assert b.called("request_finished") == ["r"]
     assert tokens_of(b) == []
+    assert_nothing_is_left(rig)
+
+
+def test_an_open_lookup_is_not_given_blocks_lost_by_preemption(a: Script, b: Script) -> None:
+    """In the step of a preemption vLLM looks up no request."""
+    b.offers["r"] = NOT_YET
+    rig = Rig("kvobs", a, b, blocks=12, kvobs={"lookup_timeout_ms": 1e-6})
+    rig.add("s", max_tokens=40)
+    rig.add("r", max_tokens=20)
+    given: list[tuple[Any, Any]] = []
+
+    def compare(hook: str, detail: Any) -> None:
+        if hook == "update_state_after_alloc" and detail[0] == "r":
+            given.append((detail[2], rig.scheduler.kv_cache_manager.get_block_ids("r")))
+
+    b.on_call = compare
+    rig.run(17)
+    assert (rig.status("r"), given) == ("RUNNING", [])
+    b.offers["r"] = MISS
+    rig.step()
+    assert rig.status("r") == "PREEMPTED"
+    rig.run(60)
+    assert given
+    assert all(blocks == held for blocks, held in given)
     assert_nothing_is_left(rig)
 
 
