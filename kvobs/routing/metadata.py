@@ -93,6 +93,7 @@ class Orders:
     promised: list[tuple[int, str]] = field(default_factory=list)  # (connector, request) of new promised saves
     orphaned: list[str] = field(default_factory=list)  # requests that ended while their load is open
     saved: list[tuple[int, str]] = field(default_factory=list)  # (connector, request) of promised saves that have ended
+    wants_output: bool = False  # transfers were given up: a worker must send an output, and vLLM drops an empty one
 
     @property
     def has_sync_loads(self) -> bool:

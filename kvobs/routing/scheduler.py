@@ -179,8 +179,10 @@ class SchedulerSide:
         if may_hide:
             targets.begin_step(scheduler_output)
         orders, has_sync_loads = None, False
-        if self.next_orders.made is not None or self.ledger.failures:
+        gave_up = may_hide and self.ledger.has_ended
+        if self.next_orders.made is not None or self.ledger.failures or gave_up:
             orders = self.next_orders.take(self.ledger)
+            orders.wants_output = gave_up
             has_sync_loads = orders.has_sync_loads
         has_forward = scheduler_output.total_num_scheduled_tokens > 0
         note = self.annotator.of_step(scheduler_output, has_forward=has_forward, has_sync_loads=has_sync_loads)

@@ -275,7 +275,7 @@ class WorkerSide:
             broken = self.gates.take_broken()
         reports, self._reports = self._reports, []
         notes = self.observer.take_notes() if self.observer.wants_reports else []
-        if not reports and not broken and not notes and not has_parts:
+        if not (reports or broken or notes or has_parts or self._orders.wants_output):
             return None
         parts, isolated = tuple(metadata), self._isolated
         return MultiKVConnectorWorkerMetadata(parts, reports=reports, broken=broken, notes=notes, isolated=isolated)

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvobs.routing import isolation
 from kvobs.routing.isolation import GIVE_UP_NS
 from kvobs.testing import BLOCK, Script
 from tests.support.best_effort import FAILURE, KV, OF_SCHEDULER, OF_WORKER, Isolating, S, named
-from tests.support.rig import assert_nothing_is_left, counted
+from tests.support.rig import assert_nothing_is_left, counted, entry_for
+from tests.support.runners import Overlapping, Running
 
 
 @pytest.mark.parametrize("hook", [*OF_SCHEDULER, *OF_WORKER])
@@ -251,3 +253,19 @@ def test_events_that_fail_while_they_are_read_are_contained(engine: Isolating, a
     a.answers["take_events"] = events()
     assert list(engine.rig.connector.take_events()) == []
     assert engine.is_out
+
+
+def test_saves_given_up_by_an_idle_engine_are_released(a: Script, b: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one worker in its process vLLM drops an output in which nothing is, and reads none."""
+    monkeypatch.setattr(isolation, "GIVE_UP_NS", 1)
+    connectors = [entry_for(a, "BestEffortConnector"), entry_for(b)]
+    options = {"names": ["best", "other"], "best_effort": ["best"]}
+    rig = Overlapping("kvobs", connectors=connectors, kvobs=options, running=Running(is_uni=True))
+    a.promises = {"r"}
+    rig.add("r")
+    rig.run(6)
+    assert rig.status("r").startswith("FINISHED")
+    a.raises["build_connector_meta"] = FAILURE
+    rig.run(3)
+    assert rig.status("r") == "gone"
+    assert not rig.is_busy
