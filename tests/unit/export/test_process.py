@@ -352,7 +352,7 @@ def test_spans_that_the_api_server_exports_are_not_sent_here(
     lock.release()
 
 
-def test_spans_that_the_api_server_has_exported_are_not_sent_once_it_is_gone(
+def test_spans_that_an_api_server_exported_are_not_sent_again(
     make: Callable[..., Exporter], memory: InMemorySpanExporter
 ) -> None:
     pages = traced()
@@ -504,7 +504,7 @@ def test_the_end_of_one_engine_is_shown_while_the_others_run(
     assert mine._has_engine()
 
 
-def test_an_end_while_other_things_are_done_is_shown_by_the_last_numbers(
+def test_an_end_between_two_looks_is_in_the_last_numbers(
     make: Callable[..., Exporter], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = Pages()
