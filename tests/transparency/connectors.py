@@ -62,7 +62,7 @@ class Answers(KVConnectorBase_V1):
     def note(self, hook: str, *arguments: Any) -> None:
         """Note a call of a hook; raise if it is the one at which this connector does."""
         self.run.note(self.who, hook, *arguments)
-        if hook == self.raises and not any(map(_is_empty_output, arguments)):
+        if hook == self.raises and not self.run.is_over and not any(map(_is_empty_output, arguments)):
             self.calls_left -= 1
             if not self.calls_left:
                 raise ConnectorError(f"{self.who} in {hook}")

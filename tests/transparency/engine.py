@@ -163,7 +163,7 @@ class Engine(Overlapping):
             self.step()
         self._say_what_is_left()
         if run.router == "kvobs" and run.left is None:
-            noted, step, self.steps_idle = len(run.entries), run.step, True
+            noted, step, self.steps_idle, run.is_over = len(run.entries), run.step, True, True
             assert_nothing_is_left(self)
             del run.entries[noted:]
             run.step = step

@@ -70,6 +70,7 @@ class Run:
     step: int = 0
     error: str | None = None  # what ended the engine
     raised: str | None = None  # by which connector, if it was one's exception
+    is_over: bool = False  # what follows looks for what is left: no connector raises in it
     left: str | None = None  # what was left when nothing more happened: requests, blocks
     causes: list[Cause] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)  # how often what is to be compared happened at all

@@ -57,6 +57,11 @@ SEEN_IN = {"a cache is reset": "reset_cache", "a save is never completed": "step
 """The hook whose call gives it away, if it is another."""
 
 
+def test_no_connector_raises_once_its_life_is_over() -> None:
+    """In this one, the next step would."""
+    assert first_faulty([1016]) is None
+
+
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_a_deviation_is_found(what: str) -> None:
     with mutated(MUTATIONS[what]):
