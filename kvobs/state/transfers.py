@@ -124,12 +124,17 @@ class _OnRanks:
         if len(self.arrived) < max(2, self.expected):
             return None
         if not hasattr(self, "_slowest"):  # several observers ask at the end
-            spent = [times[1] for times in self.arrived.values() if times is not None]
+            spent = self.spent_ns
             if len(spent) < len(self.arrived):
                 return None
             longest = max(spent)
             self._slowest = Slowest([*self.arrived][spent.index(longest)], longest - min(spent))
         return self._slowest
+
+    @property
+    def spent_ns(self) -> list[int]:
+        """How long each rank took that made a report, in ns."""
+        return [times[1] for times in self.arrived.values() if times is not None]
 
     @property
     def reported(self) -> dict[int, Times]:
@@ -177,7 +182,7 @@ class Load(_OnRanks):
         """The duration from allocation to the last rank's receipt; of a sync load its time on the slowest rank."""
         if self.is_async:
             return max(0, self.arrived_ns - self.opened_ns)
-        return max([spent_ns for _, spent_ns, _ in self.reported.values()], default=0)
+        return max(self.spent_ns, default=0)
 
 
 class Gain(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvobs.schema import spans
 from kvobs.schema.spans import Reason, Record, Span, Value
-from kvobs.state.transfers import NO_RESULT, Gain, Load, LookupResult, Save, WrongBlocks
+from kvobs.state.transfers import NO_RESULT, Gain, Load, LookupResult, Save, Times, WrongBlocks
 from kvobs.telemetry.tracing.journal import GROUP_AT_MOST, Journal
 from kvobs.telemetry.tracing.sampling import TracingSettings
 from kvobs.telemetry.tracing.trace_context import ID_AT_MOST, TraceContext, external_id, new_span_id
@@ -167,7 +167,7 @@ class RequestSpans:
             load.duration_ns if load.outcome == "ok" else 0,
             (opened.trace.link.traceparent,) if opened.trace.link is not None else (),
         )
-        self._write(head, spans.LOAD_RANK, load, of_ranks)
+        self._write(head, spans.LOAD_RANK, reported, of_ranks)
 
     def got_wrong_blocks(self, trace: Trace, wrong: WrongBlocks, now_ns: int) -> None:
         """Write that a load has brought wrong bytes; the span of the load may have been sent by now."""
@@ -186,16 +186,16 @@ class RequestSpans:
         ended_ns = save.promised_ns + held_ns
         head = opened.record(spans.SAVE, save.promised_ns, ended_ns, reason, attributes | _compared(save), held_ns)
         # A span without length has no ranks: they had reported before the promise.
-        self._write(head, spans.SAVE_RANK, save, {rank: {} for rank in save.reported if held_ns})
+        reported = save.reported if held_ns else {}
+        self._write(head, spans.SAVE_RANK, reported, {rank: {} for rank in reported})
 
     def _write(
-        self, head: Record, of_rank: Span, transfer: Load | Save, more: Mapping[int, Mapping[str, Value]]
+        self, head: Record, of_rank: Span, reported: Mapping[int, Times], more: Mapping[int, Mapping[str, Value]]
     ) -> None:
         """Write a load's or save's span and its ranks' (of very many only the slowest) as one group.
 
         A rank's span has times by its host's clock.
         """
-        reported = transfer.reported
         same = {key: head.attributes[key] for key in (spans.REQUEST, spans.GEN_AI_REQUEST, spans.CONNECTOR)}
         group = [head]
         for rank in sorted(heapq.nlargest(GROUP_AT_MOST - 1, more, key=lambda rank: reported[rank][1])):
