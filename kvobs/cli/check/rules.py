@@ -251,11 +251,12 @@ def _of_size(extra: Mapping[str, Any]) -> Iterator[Finding]:
         misspelt = difflib.get_close_matches("cpu_bytes_to_use", extra, 1, 0.9)
         fix = f"rename {misspelt[0]!r}, which has no effect" if misspelt else None
         yield kinds.SIZE_MISSING.at("cpu_bytes_to_use", fix=fix, found="is missing")
-    elif _is_number(size) and not size:
-        allowed = "a whole number above 0"
-        yield kinds.SIZE_MISSING.at("cpu_bytes_to_use", allowed, kinds.SMALL.fix, found=f"found {size}")
-    elif _is_number(size) and int(size or 0) < _SMALL:
-        yield kinds.SMALL.at("cpu_bytes_to_use")
+    elif _is_number(size):
+        if not size:
+            allowed = "a whole number above 0"
+            yield kinds.SIZE_MISSING.at("cpu_bytes_to_use", allowed, kinds.SMALL.fix, found=f"found {size}")
+        elif int(size) < _SMALL:
+            yield kinds.SMALL.at("cpu_bytes_to_use")
 
 
 def _unknown_tiers(tiers: Any) -> Iterator[Finding]:
