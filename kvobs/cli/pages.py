@@ -15,7 +15,7 @@ DIGITS = 8
 
 
 def wanted_pages(wanted: str | None) -> list[tuple[str, Page]]:
-    """Return the pages on this host, or of a wanted engine or process; end the command if there are none.
+    """Return the pages of this host's processes, of all or of the wanted ones; end the command if there is no page.
 
     ``wanted`` is an engine's name as it is printed, or its first characters, or the pid of a process.
     """

@@ -55,8 +55,8 @@ def base_config() -> Any:
     folder = tempfile.mkdtemp(prefix="kvobs-rig-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model = make_model(Path(folder) / "model")
-    # vLLM would set up its logging here, and remove the handlers by which tests listen. It refuses the V2 runner, which
-    # a rig does not run, where there is no Triton.
+    # vLLM would set up its logging here, and remove the handlers by which tests listen. Without Triton vLLM refuses the
+    # V2 model runner; a rig uses no model runner.
     with mock.patch.dict(os.environ, {"VLLM_CONFIGURE_LOGGING": "0", versions.V2_RUNNER: "0"}):
         return EngineArgs(
             model=str(model), enforce_eager=True, dtype="float32", block_size=BLOCK, max_model_len=1024, max_num_seqs=8
