@@ -158,10 +158,9 @@ class RequestLog:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        waiting = self._queue.qsize()
         self._queue.put(None)
         thread.join(CLOSING_S)
         if not thread.is_alive():
             self._handler.close()
-        elif waiting:
-            log.warning("%d lines of the request log %s were not written", waiting, self._handler.output)
+        elif left := self._queue.qsize():  # the line that is being written counts in place of the mark of the end
+            log.warning("%d lines of the request log %s were not written", left, self._handler.output)

@@ -205,26 +205,33 @@ def test_a_line_that_was_cut_is_completed(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from kvobs.probe.recorder import Recorder
+from kvobs.telemetry.requests import request_log
 from kvobs.telemetry.requests.request_log import LogFile, RequestLog, Stderr
-log = RequestLog(LogFile(sys.argv[1]) if sys.argv[1] else Stderr(), Recorder(1))
+path, name, request_log.CLOSING_S = sys.argv[1], sys.argv[2], float(sys.argv[3])
+log = RequestLog(LogFile(path) if path else Stderr(), Recorder(1))
 for n in range(2000):
-    log.put({"n": n, "of": sys.argv[2], "more": "x" * (n % 300)})
+    log.put({"n": n, "of": name, "more": "x" * (n % 300)})
 log.close()
 print(log._queue.empty())
 """
 
 
+def writer(path: Path | str = "", name: str = "0", closing_s: float = 40.0) -> list[str]:
+    """The command of a process that writes 2000 lines; it ends at once when all are written."""
+    return [sys.executable, "-c", WRITER, str(path), name, str(closing_s)]
+
+
 def test_engines_may_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, path, str(i)]) for i in range(3)]
-    assert [writer.wait(50) for writer in writers] == [0, 0, 0]
+    writers = [subprocess.Popen(writer(path, str(i))) for i in range(3)]
+    assert [process.wait(50) for process in writers] == [0, 0, 0]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for i in range(3):
         assert [line["n"] for line in lines if line["of"] == str(i)] == list(range(2000))
 
 
 def test_lines_on_stderr_have_nothing_before_them() -> None:
-    ran = subprocess.run([sys.executable, "-c", WRITER, "", "0"], capture_output=True, timeout=50, check=True)
+    ran = subprocess.run(writer(), capture_output=True, timeout=50, check=True)
     assert [json.loads(line)["n"] for line in ran.stderr.splitlines()] == list(range(2000))
 
 
@@ -234,7 +241,7 @@ def test_a_full_output_delays_neither_the_engine_nor_its_end(is_named: bool, tmp
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    command = [sys.executable, "-c", WRITER, str(path) if is_named else "", "0"]
+    command = writer(path if is_named else "", closing_s=1.0)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"False\n", "it did not write all"
@@ -252,13 +259,16 @@ def test_handing_over_waits_for_no_write(start: Start) -> None:
     stuck.is_settled.set()
 
 
-def test_the_end_waits_shortly(start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("lines", [1, 3])
+def test_the_end_waits_shortly(
+    lines: int, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(request_log, "CLOSING_S", 0.05)
     stuck = Stuck()
     log = start(stuck)
     put(log, 0)
     assert stuck.has_begun.wait(20)
-    put(log, 1, 2)
+    put(log, *range(1, lines))
     log.close()
-    assert "2 lines of the request log stderr were not written" in caplog.text
+    assert f"{lines} lines of the request log stderr were not written" in caplog.text
     stuck.is_settled.set()
