@@ -230,6 +230,6 @@ class Server:
 
 def _packed(headers: dict[str, str], body: bytes, encodings: str) -> Answer:
     """Return an answer, compressed for clients that accept it."""
-    if "gzip" not in encodings:
+    if not re.search(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", encodings):
         return HTTPStatus.OK, dict(headers), body
     return HTTPStatus.OK, headers | {"Content-Encoding": "gzip"}, gzip.compress(body, 1)

@@ -81,6 +81,17 @@ def test_metrics_are_served_in_the_form_that_the_client_accepts(pages: Pages) ->
     assert gzip.decompress(packed) == body
 
 
+@pytest.mark.parametrize(
+    ("accepted", "is_packed"),
+    [("gzip;q=0", False), ("deflate, gzip ; q=0.0 , br", False), ("identity", False), ("", False)]
+    + [(accepted, True) for accepted in ("gzip", "deflate, gzip;q=0.5, br", "gzip;q=1.0", "x-gzip", "gzip;q=0.01")],
+)
+def test_only_who_accepts_gzip_gets_it(accepted: str, is_packed: bool, pages: Pages) -> None:
+    _, headers, body = pages.ask(Accept_Encoding=accepted)
+    assert headers.get("Content-Encoding") == ("gzip" if is_packed else None)
+    assert (gzip.decompress(body) if is_packed else body) == b"kvobs 1\n"
+
+
 class Statuses:
     """What the status page was asked for."""
 
