@@ -209,8 +209,8 @@ def _failures() -> Panel:
 
 def _peers() -> Panel:
     pair = ("peer", *by_engine)
-    loads, good = (DECODE.rate(signals.PEER_LOADS, *pair, **of) for of in ({}, {"outcome": "ok"}))
-    mean = ratio(DECODE.rate(signals.PEER_LOAD_SECONDS, *pair), good)
+    failed, ok, either = (DECODE.rate(signals.PEER_LOADS, *pair, outcome=o) for o in ("failed", "ok", "ok|failed"))
+    mean = ratio(DECODE.rate(signals.PEER_LOAD_SECONDS, *pair), ok)
     return rows(
         "Pairs of engines, most failures first",
         About(
@@ -220,8 +220,8 @@ def _peers() -> Panel:
         ),
         {"peer": "Loads from", "connector": "Connector", **PLACE},
         [
-            Column("Failed", share(DECODE.rate(signals.PEER_LOADS, *pair, outcome="failed"), loads), "percentunit"),
-            Column("Loads/s", loads, decimals=2),
+            Column("Failed", share(failed, either), "percentunit"),
+            Column("Loads/s", DECODE.rate(signals.PEER_LOADS, *pair), decimals=2),
             Column("Mean duration", mean, "s", looks.LOAD_SECONDS),
         ],
         limit=50,

@@ -124,8 +124,8 @@ def failures(*by: str, among: str = "") -> str:
 
 
 def attempts(*by: str, among: str = "") -> str:
-    """Return loads that ended and exceptions, per second."""
-    return _or_raised(SELECTION.rates(signals.LOADS), by, among)
+    """Return loads that succeeded or failed, and exceptions, per second: an aborted load is neither."""
+    return _or_raised(SELECTION.rates(signals.LOADS, outcome="ok|failed"), by, among)
 
 
 def _or_raised(loads: str, by: Sequence[str], among: str) -> str:

@@ -229,7 +229,8 @@ def _judge(
     row: ConnectorRow, numbers: Numbers, grown: Numbers, now: Numbers, vllm: Numbers, *, is_change: bool
 ) -> ConnectorRow:
     """Return a row with its state, from its numbers, all connectors' numbers, and what its engine has learned."""
-    engine, raised = row.engine, numbers.total(signals.CALL_ERRORS)
+    engine = row.engine
+    failures = numbers.total(signals.CALL_ERRORS) + numbers.total(signals.LOADS, outcome="failed")
     in_flight = grown.total(signals.IN_FLIGHT, engine=engine)
     waits = in_flight > grown.total(signals.IN_FLIGHT, engine=engine, kind="save")
     computes = is_change and grown.total(signals.STEP_SECONDS, engine=engine) > 0
@@ -243,8 +244,7 @@ def _judge(
             "awaiting_schedule": None if computes else ages.get("awaiting_schedule"),
             "corrupt_blocks": now.total(signals.CORRUPT_BLOCKS, engine=engine, connector=row.connector),
             "quarantined": row.quarantined,
-            "failing_share": (numbers.total(signals.LOADS, outcome="failed") + raised)
-            / max(numbers.total(signals.LOADS) + raised, 1),
+            "failing_share": failures / max(failures + numbers.total(signals.LOADS, outcome="ok"), 1),
             "scheduler_share": row.scheduler_s_per_s if is_change and not polls else None,
             "load_p99": row.load_p99_s,
             "thrash_share": _thrash_share(row, now),

@@ -359,7 +359,7 @@ BUILD = 'kvobs_build_info{{version="{}",vllm_version="0.32"}}'.format
 BOTH_ROLES = engine("a", {"nixl": "kv_both"}) | engine("b", {"nixl": "kv_both"})
 OK, HALF = (
     connector("well", loads_total__ok=RISING),
-    connector("half", loads_total__ok=RISING, loads_total__failed=RISING),
+    connector("half", loads_total__ok=RISING, loads_total__failed=RISING, loads_total__aborted=RISING),
 )
 ANSWERS: dict[str, tuple[dict[str, str], str, dict[str, float]]] = {
     "of what never failed 0, of what did nothing none": (

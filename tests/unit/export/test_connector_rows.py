@@ -135,6 +135,11 @@ def computing(recorder: Recorder) -> None:
     recorder.count(None, slot(signals.STEP_SECONDS), MS)
 
 
+def failing_when_not_aborted(recorder: Recorder) -> None:
+    for outcome, loads in {"ok": 94, "failed": 6, "aborted": 100}.items():
+        count(recorder, 0, signals.LOADS, loads, "async", outcome)
+
+
 def polling(recorder: Recorder) -> None:
     for _ in range(200):
         called(recorder)
@@ -163,6 +168,7 @@ STATES: list[tuple[Callable[[Recorder], None], dict[tuple[Any, ...], int], int, 
     (corrupt, {(0, signals.QUARANTINED): 1}, 0, ("Corrupt", "corrupt_blocks")),
     (called, {(0, signals.QUARANTINED): 1}, 0, ("Quarantined", "quarantined")),
     (lambda recorder: count(recorder, 0, signals.LOADS, 1, "sync", "failed"), {}, 0, ("Failing", "failing_share")),
+    (failing_when_not_aborted, {}, 0, ("Failing", "failing_share")),
     (lambda recorder: called(recorder, 200), ASKED, 0, ("Blocks steps", "scheduler_share")),
     (lambda recorder: called(recorder, 100), {}, 0, ("OK", "time_in_calls")),
     (polling, ASKED, 0, ("OK", "time_in_calls")),
