@@ -277,8 +277,7 @@ def _verifier(
     cache = Layers(groups_of(kv_cache_config), layers, kv_cache_config.num_blocks, hidden)
     parallel = vllm_config.parallel_config
     shares = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.decode_context_parallel_size
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    fingerprints = Fingerprints(cache, reads_all=share >= 1, cache_dtype=cache_dtype, parallel=shares)
+    fingerprints = Fingerprints(cache, reads_all=share >= 1, parallel=shares)
     return Verifier(
         configuration.names,
         rank_of(vllm_config),

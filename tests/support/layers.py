@@ -1,5 +1,7 @@
 """Layers with KV caches of the shapes that vLLM's attention backends have."""
 
+from collections.abc import Iterable
+from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvobs.telemetry.verify.fingerprints import Layers
 
+AUTO = repeat("auto")
 BLOCKS = 70
 SHAPES = {
     "K and V first": (2, BLOCKS, 16, 2, 8),
@@ -28,8 +31,14 @@ def names(count: int, first: int = 0) -> list[str]:
     return [f"model.layers.{i}.attn" for i in range(first, first + count)]
 
 
-def layers_of(*caches: Any, hidden: int = 99, of: Any = FullAttentionSpec, blocks: int = BLOCKS) -> Layers:
-    modules = {name: SimpleNamespace(kv_cache=cache) for name, cache in zip(names(len(caches)), caches, strict=True)}
+def layers_of(
+    *caches: Any, hidden: int = 99, of: Any = FullAttentionSpec, blocks: int = BLOCKS, formats: Iterable[str] = AUTO
+) -> Layers:
+    """Return layers with these caches; without a format a layer names none, as an indexer."""
+    modules = {
+        name: SimpleNamespace(kv_cache=cache, **({"kv_cache_dtype": its_format} if its_format else {}))
+        for name, cache, its_format in zip(names(len(caches)), caches, formats, strict=False)
+    }
     group = SimpleNamespace(layer_names=list(modules), kv_cache_spec=spec(of))
     return Layers([group], modules, blocks, hidden)
 

@@ -65,6 +65,15 @@ class Layers:
                 return cache.movedim(dim, 0).unflatten(0, (self._blocks, size // self._blocks))
         raise ValueError(f"no dimension of {tuple(cache.shape)} has the KV cache's {self._blocks} blocks")
 
+    def stored(self, group: int, layer: int, raw: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of a layer's pages; of a packed cache, such as fp8_ds_mla or nvfp4, its bytes.
+
+        A layer's format may differ from the engine's: sparse MLA packs where fp8 was asked for, and the cache of an
+        indexer has scales inside, and names no format.
+        """
+        format_ = getattr(self._layers[self._names[group][layer]], "kv_cache_dtype", "")
+        return raw.view(_FP8[format_]) if raw.dtype is torch.uint8 and format_ in _FP8 else raw
+
 
 class Fingerprints:
     """Computes fingerprints of blocks in a few layers that the key chooses, or in all.
@@ -72,12 +81,11 @@ class Fingerprints:
     ``parallel`` describes how an engine's ranks share the cache.
     """
 
-    def __init__(self, layers: Layers, *, reads_all: bool, cache_dtype: str = "auto", parallel: object = 1) -> None:
+    def __init__(self, layers: Layers, *, reads_all: bool, parallel: object = 1) -> None:
         self._cache = layers
         self._parallel = parallel
         self._forms: dict[int, int] = {}
         self._at_most = 10**6 if reads_all else LAYERS_OF_A_BLOCK
-        self._fp8 = _FP8.get(cache_dtype)
 
     def can_read(self, block: Block) -> bool:
         """Return whether this rank has layers of the block's group."""
@@ -114,7 +122,7 @@ class Fingerprints:
             done += len(its_rows)
             raw = self._cache.pages(group, layer)[ids].flatten(1)
             digests[row] = digests[row] * _MIX + _digest(raw)
-            stored = self._stored(raw)
+            stored = self._cache.stored(group, layer, raw)
             numbers = stored.float()
             has_numbers = stored.is_floating_point()
             largest[row] = torch.maximum(largest[row], numbers.abs().amax(1)) if has_numbers else PACKED
@@ -138,10 +146,6 @@ class Fingerprints:
         count = self._cache.count(group)
         stride = self._stride(count)
         return -(-count // stride), layer // stride
-
-    def _stored(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of pages; of a packed cache, such as fp8_ds_mla or nvfp4, its bytes."""
-        return raw.view(self._fp8) if self._fp8 is not None and raw.dtype is torch.uint8 else raw
 
 
 def batched(rows: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -1,5 +1,6 @@
 """Fingerprints of blocks in caches of the shapes that vLLM's attention backends have."""
 
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ def block(number: int, key: bytes = b"\0" * 8) -> Block:
     return Block(key, 0, number, 0)
 
 
-def take(layers: Layers, *blocks: Block, reads_all: bool = True, cache_dtype: str = "auto") -> list[Fingerprint]:
-    taken = Fingerprints(layers, reads_all=reads_all, cache_dtype=cache_dtype).take(blocks)
+def take(layers: Layers, *blocks: Block, reads_all: bool = True) -> list[Fingerprint]:
+    taken = Fingerprints(layers, reads_all=reads_all).take(blocks)
     assert taken.is_ready()
     return taken.read()
 
@@ -97,7 +98,7 @@ def outcomes(noted: Any, loaded: Any, dtype: torch.dtype) -> set[str]:
     read, blocks = [], [block(number, bytes([number] * 8)) for number in range(BLOCKS)]
     for pages in (noted, loaded):
         caches = pages.to(dtype).view(dtype if name == "auto" else torch.uint8).unbind(1)
-        read.append(take(layers_of(*caches), *blocks, cache_dtype=name))
+        read.append(take(layers_of(*caches, formats=repeat(name)), *blocks))
     found = NotedBlocks()
     for each, fingerprint in zip(blocks, read[0], strict=True):
         found.note(0, each.key, fingerprint)
@@ -190,7 +191,7 @@ def test_few_layers_are_read_by_the_key_and_each_by_some_key(count: int) -> None
 def test_bytes_of_eight_bit_floats_are_read_as_numbers(name: str) -> None:
     dtype = torch.float8_e4m3fn if name == "fp8" else torch.float8_e5m2
     cache = torch.full(SHAPES["blocks first"], 1.5).to(dtype).view(torch.uint8)
-    assert take(layers_of(cache), block(1), cache_dtype=name)[0].largest == 1.5
+    assert take(layers_of(cache, formats=[name]), block(1))[0].largest == 1.5
 
 
 def packed(tokens: torch.Tensor) -> torch.Tensor:
@@ -202,15 +203,25 @@ def packed(tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([numbers, scales.flatten(-2).view(torch.uint8), rest], -1)
 
 
+# Each has a packed cache: sparse MLA's, as its layer names it, or an indexer's, which names no format.
+PACKED_LAYERS = {"fp8_ds_mla": ["fp8_ds_mla"], "an indexer": [""], "an FP8 layer and its indexer": ["fp8", ""]}
+
+
+@pytest.mark.parametrize("formats", PACKED_LAYERS.values(), ids=PACKED_LAYERS)
 @pytest.mark.parametrize("noise", [1e-4, 4e-3])
-def test_packed_bytes_computed_elsewhere_are_lossy(noise: float) -> None:
+def test_packed_bytes_computed_elsewhere_are_lossy(noise: float, formats: list[str]) -> None:
     """Which differ in last bits: a store may be shared by engines, and outlive this one."""
+
+    def caches(tokens: torch.Tensor) -> list[torch.Tensor]:
+        plain = tokens.to(torch.float8_e4m3fn).view(torch.uint8)
+        return [plain if each == "fp8" else packed(tokens) for each in formats]
+
     tokens = torch.randn((BLOCKS, TOKENS, 512 + 64), generator=torch.Generator().manual_seed(5))
     elsewhere = tokens * (1 + noise * torch.randn(tokens.shape, generator=torch.Generator().manual_seed(6)))
     found = NotedBlocks()
     blocks = [block(number, bytes([number] * 8)) for number in range(BLOCKS)]
-    pages = packed(tokens), packed(elsewhere), packed(tokens.roll(1, 0))
-    own, near, wrong = (take(layers_of(each), *blocks, cache_dtype="fp8_ds_mla") for each in pages)
+    pages = caches(tokens), caches(elsewhere), caches(tokens.roll(1, 0))
+    own, near, wrong = (take(layers_of(*each, formats=formats), *blocks) for each in pages)
     for each, fingerprint in zip(blocks, own, strict=True):
         found.note(0, each.key, fingerprint)
     compared = [[found.compare(0, each.key, one) for each, one in zip(blocks, of, strict=True)] for of in (near, wrong)]
