@@ -200,12 +200,10 @@ class Ledger:
                 continue
             save.arrived[rank] = time_ns, spent_ns, began_ns
             save.arrived_ns = now_ns
-            if not save.promised:
+            if not save.promised or save.is_abandoned:
                 continue
             if (n := len(save.arrived)) == save.expected:
-                if n > 1:
-                    self.incomplete.end(("save", index, request))
-                self._note_settled_save(request, entry)
+                self._settle_save(request, entry, index)
             elif n == 1:
                 self.incomplete.begin(("save", index, request), now_ns)
         return unexpected
@@ -222,7 +220,9 @@ class Ledger:
         entry = self._entries.get(request)
         return entry is not None and all(rank in save.arrived or save.is_settled for save in entry.saves.values())
 
-    def _note_settled_save(self, request: str, entry: RequestTransfers) -> None:
+    def _settle_save(self, request: str, entry: RequestTransfers, index: int) -> None:
+        """Note that a promised save is settled; its request may still wait for other connectors."""
+        self._end_open_save(request, index)
         if all(save.is_settled for save in entry.saves.values()):
             self._completed_saves.append(request)
 
@@ -267,11 +267,8 @@ class Ledger:
         failed = sum(self.fail(request, now_ns) for request in loads)
         for request in saves:
             entry = self._entries[request]
-            save = entry.saves[index]
-            if not save.is_settled:
-                save.is_abandoned = True
-                self.incomplete.end(("save", index, request))
-                self._note_settled_save(request, entry)
+            entry.saves[index].is_abandoned = True
+            self._settle_save(request, entry, index)
         return failed, len(saves)
 
     # Reports of the connectors' scheduler side on the workers' output: they count for all ranks
@@ -303,7 +300,7 @@ class Ledger:
             return None
         if not save.is_settled:
             save.complete(now_ns)
-            self.incomplete.end(("save", index, request))
+            self._end_open_save(request, index)
         save.is_given_up = True
         return all(save.is_settled for save in entry.saves.values())
 
@@ -311,11 +308,12 @@ class Ledger:
         """Reopen a connector's complete promised save, unless the connector has completed it itself; return whether."""
         entry = self._entries.get(request)
         save = entry.saves.get(index) if entry is not None else None
-        if save is None or not save.promised or save.done or save.is_given_up:
+        if entry is None or save is None or not save.promised or save.done or save.is_given_up:
             return False
         save.arrived.clear()
         save.arrived_ns = 0
         save.is_abandoned = False
+        self.in_flight[index]["save"].begin_again(request, save.promised_ns, entry.held_tokens)
         return True
 
     # Completions
@@ -341,9 +339,8 @@ class Ledger:
         closed.loads.append((request, load))
         if load.aborted and index in self._load_ends_save:
             save = entry.saves.get(index)
-            if save is not None and not save.is_settled:
-                self.complete_save(request, index, now_ns)
-                self._note_settled_save(request, entry)
+            if save is not None and not save.is_settled and self.complete_save(request, index, now_ns):
+                self._completed_saves.append(request)
         if entry.finished:
             self._forget(request, entry, closed)
         elif load.is_async:
@@ -355,8 +352,6 @@ class Ledger:
         for index, save in entry.saves.items():
             if not save.done:
                 save.done = True
-                self.in_flight[index]["save"].end(request)
-                self.incomplete.end(("save", index, request))
                 closed.saves.append((request, index, save))
         self._forget(request, entry, closed)
 
@@ -388,7 +383,7 @@ class Ledger:
         ``tokens`` are those whose KV blocks are held for the promised saves.
         """
         entry = self._entries.pop(request, None) or RequestTransfers()
-        entry.finished, entry.candidate = True, None
+        entry.finished, entry.candidate, entry.held_tokens = True, None, tokens
         self._end_resume(request, entry)
         # A sync load ends with its step, whose output vLLM is handling now: vLLM does not wait for it.
         aborted = entry.load if entry.load is not None and entry.load.is_async else None
@@ -420,6 +415,10 @@ class Ledger:
     def _end_open(self, request: str, load: Load) -> None:
         self.in_flight[load.connector_index]["load"].end(request)
         self.incomplete.end(("load", load.connector_index, request))
+
+    def _end_open_save(self, request: str, index: int) -> None:
+        self.in_flight[index]["save"].end(request)
+        self.incomplete.end(("save", index, request))
 
     def _end_resume(self, request: str, entry: RequestTransfers) -> None:
         if entry.owner is not None:

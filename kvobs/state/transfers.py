@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain, takewhile
+from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from kvobs.state.cache_layout import Blocks
@@ -279,6 +280,7 @@ class RequestTransfers:
     finished: bool = False
     holds: bool = False  # at the request's end vLLM was asked to keep its blocks
     awaited: bool = False  # vLLM keeps the finished request until it is reported again
+    held_tokens: int = 0  # whose KV blocks are held for the promised saves
 
     @property
     def is_settled(self) -> bool:
@@ -317,6 +319,11 @@ class InProgress(Generic[T]):
             if tokens:
                 self._held[request] = tokens
                 self.tokens += tokens
+
+    def begin_again(self, request: T, began_ns: int, tokens: int) -> None:
+        """Add a request that has ended too early, with its earlier begin."""
+        self.begin(request, began_ns, tokens)
+        self.recent = dict(sorted(self.recent.items(), key=itemgetter(1)))
 
     def end(self, request: T) -> None:
         """Remove a request, if it is in."""

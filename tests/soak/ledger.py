@@ -209,13 +209,18 @@ class Ledger(Run):
         self.ends[how] += 1
 
     def open_transfers(self) -> Counter[Series]:
-        """Return how many loads and saves are open, as the gauges must say."""
+        """Return how many loads and saves of an idle engine are open, as the gauges must show.
+
+        A save is open while a rank that reports it is silent, not while another connector's is.
+        """
         found: Counter[Series] = Counter()
-        for asked in self.asked.values():
+        for request, asked in self.asked.items():
             self._close_sync(asked)
             if asked.load is not None:
                 found["kvobs_in_flight", asked.load[0], ("load",)] += 1
-            found.update(("kvobs_in_flight", index, ("save",)) for index in asked.savers)
+            first_silent = min(self.silent.get(request, (0,)))
+            savers = [index for index in asked.savers if first_silent < self.reporters[index]]
+            found.update(("kvobs_in_flight", index, ("save",)) for index in savers)
         return found
 
     def at_least(self) -> Counter[Series]:

@@ -345,7 +345,12 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             open_loads = [request for request, noted in self.noted.items() if noted.load and noted.load[0] == index]
             assert sorted(loads.begun_before(0)) == sorted(open_loads)
             assert loads.tokens == TOKENS * len(open_loads)
-            open_saves = [r for r, noted in self.noted.items() if index in noted.promised and index not in noted.done]
+            # One that is in waits for nothing, though its request may wait for another connector.
+            open_saves = [
+                request
+                for request, noted in self.noted.items()
+                if index in noted.promised and not noted.save_is_over(index)
+            ]
             assert sorted(saves.begun_before(0)) == sorted(open_saves)
             assert saves.tokens == HELD * len(open_saves)
 
@@ -499,7 +504,46 @@ def test_only_an_open_asynchronous_load_can_be_given_up() -> None:
     assert (load.failed, load.arrived) == (False, {})
 
 
+def test_a_save_that_is_in_waits_for_no_other_connector() -> None:
+    """An offloading connector stores in no time; NIXL holds the blocks until a decode engine has read them."""
+    ledger = Ledger()
+    ledger.finish("r", [(0, 2), (1, 1)], 10, 16)
+    for rank in (0, 1):
+        ledger.record(report(ReportKind.SAVED, "r", 0, rank), 20)
+    stored, held = (ledger.in_flight[index]["save"] for index in (0, 1))
+    assert (len(stored), stored.tokens, stored.oldest_ns) == (0, 0, 0)
+    assert (len(held), held.tokens, held.oldest_ns) == (1, 16, 10)
+    assert ledger.give_up(0, 50, 60) == (0, 0), "it has reported"
+    assert ledger.give_up(1, 50, 60) == (0, 1)
+    assert ledger.give_up(1, 50, 60) == (0, 0), "once"
+    closed = ledger.close([], ledger.settle((), ()).saves, 70)
+    assert [(index, save.outcome) for _, index, save in closed.saves] == [(0, "ok"), (1, "abandoned")]
+
+
+def test_an_abandoned_save_is_not_stuck_when_a_rank_reports() -> None:
+    ledger = Ledger()
+    ledger.finish("r", [(0, 2), (1, 1)], 10)
+    ledger.give_up(0, 10, 20)
+    ledger.record(report(ReportKind.SAVED, "r", 0, 0), 30)
+    assert ledger.take_stuck(100, 2) == []
+    ledger.settle([report(ReportKind.SAVED, "r", 1)], (), 40)
+    assert [save.outcome for *_, save in ledger.close([], ["r"], 50).saves] == ["abandoned", "ok"]
+    assert (list(ledger), len(ledger.incomplete)) == ([], 0)
+
+
 # What a connector's scheduler side adds to the workers' reports, or withdraws
+
+
+def test_a_withdrawn_save_waits_since_its_promise() -> None:
+    ledger = Ledger()
+    ledger.finish("r", [(0, 1)], 10, 16)
+    ledger.finish("s", [(0, 1)], 20, 24)
+    assert ledger.settle([report(ReportKind.SAVED, "r", 0)], (), 30).saves == ["r"]
+    saves = ledger.in_flight[0]["save"]
+    assert saves.oldest_ns == 20
+    assert ledger.reopen_save("r", 0)
+    assert (len(saves), saves.tokens, saves.oldest_ns) == (2, 40, 10)
+    assert saves.begun_before(10) == ["r"]
 
 
 def test_a_withdrawn_save_waits_for_new_reports_even_if_given_up() -> None:

@@ -109,6 +109,14 @@ def test_silent_ranks_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypa
     ]
 
 
+def test_a_save_that_is_in_is_not_late(caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger()
+    ledger.finish("r", [(0, 1), (1, 1)], 0, TOKENS)
+    ledger.settle([report(0, ReportKind.SAVED, "r", 0)], (), 1)
+    watched(ledger, Recorder(2), lookups=(InProgress[str](), InProgress[str]())).log_late()
+    assert [record.getMessage()[:15] for record in caplog.records] == ["connector 'two'"]
+
+
 def test_the_gauges_follow_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """The begin of the oldest is by this process's monotonic clock."""
     monkeypatch.setattr(open_transfers, "WALL_OFFSET", 5)
