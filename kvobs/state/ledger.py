@@ -179,10 +179,12 @@ class Ledger:
 
     def _note_failure(self, load: Load, report: Report, request: str) -> None:
         load.failed_on.add(report.rank)
-        load.must_report_failure |= report.kind in _TO_BE_REPORTED
-        # The worker collects the blocks after the receipt.
-        if load.must_report_failure and request in self._completed_loads:
-            self._completed_loads.remove(request)
+        if load.must_report_failure or report.kind not in _TO_BE_REPORTED:
+            return
+        load.must_report_failure = True
+        if load.is_in:  # the worker collects the blocks after the receipt, which its connector may have withdrawn
+            if request in self._completed_loads:
+                self._completed_loads.remove(request)
             self.failures.append(request)
 
     def _record_saves(self, report: Report, now_ns: int) -> list[UnexpectedReport]:

@@ -397,6 +397,18 @@ def test_a_load_that_its_connector_withdrew_can_still_fail() -> None:
     assert load.failed
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_bad_blocks_of_a_withdrawn_load_fail_it(index: int) -> None:
+    """It is complete, so no receipt orders the workers to report its failure: without one it would never end."""
+    ledger = opened(expected=1)
+    assert ledger.settle([report(ReportKind.RECEIVED, "r", 0)], ()).loads == ["r"]
+    assert ledger.settle([report(ReportKind.UNMAPPED_BAD_BLOCKS, "r", index)], ()).loads == []
+    assert ledger.complete_load("r", 0, 5) is False, "the workers must report the failure first"
+    assert ledger.take_failures() == ("r",)
+    ((_, load),) = ledger.close(ledger.settle((), ["r"]).loads, []).loads
+    assert load.failed
+
+
 def test_an_abort_between_receipts_holds_blocks_until_the_last() -> None:
     """The second rank is still writing into them."""
     ledger = opened()
