@@ -244,8 +244,8 @@ class Ledger:
 
     @property
     def has_ended(self) -> bool:
-        """Whether transfers are complete without a report of this step: they were given up."""
-        return bool(self._completed_loads or self._completed_saves)
+        """Whether saves are complete without a report of this step: they were given up."""
+        return bool(self._completed_saves)
 
     def take_failures(self) -> tuple[str, ...]:
         """Return the async loads that every rank must now report to vLLM as failed; each is returned once."""
