@@ -138,8 +138,7 @@ class RequestSpans:
             **opened.trace.remote,
         }
         if load.failed:
-            lost = load.tokens if load.lost_tokens is None else load.lost_tokens
-            attributes |= {spans.ERROR_TYPE: LOAD_FAILED, spans.RECOMPUTED_TOKENS: lost}
+            attributes |= {spans.ERROR_TYPE: LOAD_FAILED, spans.RECOMPUTED_TOKENS: load.recomputed_tokens}
         if not opened.trace.is_sampled:  # then its lookup has no span
             attributes |= self._of_lookup(opened.trace, opened.trace.lookup)
         if opened.trace.arrived_s:  # by the clock of the API server's process

@@ -173,9 +173,15 @@ def test_how_long_a_step_waited_is_said_of_synchronous_loads() -> None:
     assert [one for one in ranks if "kv_transfer.stall" in one.attributes] == []
 
 
-@pytest.mark.parametrize(("lost_tokens", "recomputed"), [(None, 64), (16, 16), (0, 0)])
-def test_a_failed_load_says_where_and_what_it_did_not_bring(lost_tokens: int | None, recomputed: int) -> None:
-    head, *ranks = Writer().loaded(trace_of(), load_of(ranks=3, failed_on={1}, lost_tokens=lost_tokens))
+@pytest.mark.parametrize(
+    ("lost_tokens", "has_failed_whole", "recomputed"),
+    [(None, False, 64), (16, False, 16), (0, False, 0), (16, True, 64)],
+)
+def test_a_failed_load_says_where_and_what_it_did_not_bring(
+    lost_tokens: int | None, has_failed_whole: bool, recomputed: int
+) -> None:
+    load = load_of(ranks=3, failed_on={1}, lost_tokens=lost_tokens, must_report_failure=has_failed_whole)
+    head, *ranks = Writer().loaded(trace_of(), load)
     assert head.attributes["error.type"] == "load_failed"
     assert head.attributes["kv_transfer.recomputed_tokens"] == recomputed
     assert [one.attributes["kv_transfer.rank"] for one in ranks if "error.type" in one.attributes] == [1]
