@@ -122,7 +122,6 @@ class RequestLog:
     def __init__(self, handler: LogFile | Stderr, recorder: Recorder) -> None:
         self._handler = handler
         self._recorder = recorder
-        self._counted = 0  # of those that the handler has lost
         self._queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
         self._thread: Thread | None = Thread(target=self._run, name="kvobs-request-log", daemon=True)
         self._thread.start()
@@ -138,19 +137,18 @@ class RequestLog:
                 return
             lost = self._handler.lost
             self._handler.handle(logging.makeLogRecord({"msg": fields}))
-            if self._handler.lost == lost:
+            if self._handler.lost > lost:
+                self._recorder.count(None, _DROPPED)
+            else:
                 text = "the request log %s is written again; %d lines have been dropped since the start"
                 self._handler.outage.ends(text, line(self._handler.output), lost)
 
     def put(self, fields: Mapping[str, Any]) -> None:
         """Hand over the fields of a line, which the caller must not change any more; this never waits."""
-        lost = self._handler.lost
-        dropped, self._counted = lost - self._counted, lost
         if self._queue.qsize() < WAITING_AT_MOST:
             self._queue.put(fields)
         else:
-            dropped += 1
-        self._recorder.count(None, _DROPPED, dropped)
+            self._recorder.count(None, _DROPPED)
 
     @contained("record")
     def close(self) -> None:
@@ -163,4 +161,5 @@ class RequestLog:
         if not thread.is_alive():
             self._handler.close()
         elif left := self._queue.qsize():  # the line that is being written counts in place of the mark of the end
+            self._recorder.count(None, _DROPPED, left)
             log.warning("%d lines of the request log %s were not written", left, self._handler.output)

@@ -124,9 +124,7 @@ def test_unwritten_lines_are_counted_and_logged_once(path: str, start: Start, ca
     recorder = Recorder(1)
     log = start(LogFile(path), recorder)
     put(log, *range(200))
-    assert eventually(lambda: log._handler.lost == 200)
-    put(log, 0)
-    assert eventually(lambda: log._handler.lost == 201)
+    assert eventually(lambda: counts(recorder) == {DROPPED: 200}), "without another line"
     put(log, 0)
     log.close()
     assert counts(recorder) == {DROPPED: 201}
@@ -264,11 +262,12 @@ def test_the_end_waits_shortly(
     lines: int, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(request_log, "CLOSING_S", 0.05)
-    stuck = Stuck()
-    log = start(stuck)
+    stuck, recorder = Stuck(), Recorder(1)
+    log = start(stuck, recorder)
     put(log, 0)
     assert stuck.has_begun.wait(20)
     put(log, *range(1, lines))
     log.close()
+    assert counts(recorder) == {DROPPED: lines}
     assert f"{lines} lines of the request log stderr were not written" in caplog.text
     stuck.is_settled.set()
