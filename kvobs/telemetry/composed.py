@@ -11,6 +11,7 @@ from kvobs.probe.pure import Call
 from kvobs.state.events import Observer
 from kvobs.telemetry.events import EVENTS, TelemetryObserver
 from kvobs.telemetry.tracing.request_traces import Traces
+from kvobs.telemetry.tracing.urgent_loads import UrgentLoads
 
 
 class Composed(TelemetryObserver):
@@ -23,7 +24,7 @@ class Composed(TelemetryObserver):
             for each in self.observers:
                 method = getattr(each, event, nothing)
                 if getattr(method, "__func__", method) is not nothing:
-                    calls.append((method, isinstance(each, Traces)))
+                    calls.append((method, isinstance(each, Traces | UrgentLoads)))
             if calls:
                 setattr(self, event, partial(_announce, calls))
         self.wants_lookups = "looked_up" in vars(self)

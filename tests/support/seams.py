@@ -89,7 +89,7 @@ class _Finder(ast.NodeTransformer):
         self._within(node, node.name, "<locals>")
         where = next((w for decorator in node.decorator_list if (w := _where(decorator, "contained"))), None)
         if where is None and self._observer and node.name in EVENTS:
-            where = "trace" if self._observer == "Traces" else "record"
+            where = "trace" if self._observer in ("Traces", "UrgentLoads") else "record"
         if where is not None:
             docstring = node.body[: ast.get_docstring(node) is not None]
             node.body = docstring + self._broken(node.body[len(docstring) :], where, [*self._path, node.name])

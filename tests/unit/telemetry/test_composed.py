@@ -10,6 +10,7 @@ from kvobs.state.events import Observer
 from kvobs.telemetry.composed import Composed
 from kvobs.telemetry.events import EVENTS, TelemetryObserver
 from kvobs.telemetry.tracing.request_traces import Traces
+from kvobs.telemetry.tracing.urgent_loads import UrgentLoads
 
 
 class Noting(Observer):
@@ -57,8 +58,16 @@ class BrokenTraces(Traces):
     def __init__(self) -> None: ...
 
 
+class BrokenUrgentLoads(UrgentLoads):
+    quarantined = Broken.quarantined
+
+    def __init__(self) -> None: ...
+
+
 @pytest.mark.usefixtures("in_production")
-@pytest.mark.parametrize(("broken", "where"), [(Broken(), "record"), (BrokenTraces(), "trace")])
+@pytest.mark.parametrize(
+    ("broken", "where"), [(Broken(), "record"), (BrokenTraces(), "trace"), (BrokenUrgentLoads(), "trace")]
+)
 def test_an_observers_error_is_counted_and_others_get_the_event(broken: Observer, where: str) -> None:
     noted: list[Any] = []
     Composed([broken, Noting("one", noted)]).quarantined(1)
