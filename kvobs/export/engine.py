@@ -14,7 +14,7 @@ import numpy as np
 
 from kvobs.log import once
 from kvobs.page import files
-from kvobs.page.description import End, EngineInfo, ProcessInfo
+from kvobs.page.description import EngineInfo, ProcessInfo
 from kvobs.page.layout import ORDINARY, URGENT
 from kvobs.page.reader import OtherVersionError, Page, names_of
 from kvobs.page.rows import Key
@@ -119,11 +119,6 @@ class Engine:
         """Whether that process has ended as vLLM asked it to."""
         pages = self.all()
         return all(page.has_ended_well for page in [page for page in pages if page.rank is None] or pages)
-
-    @property
-    def previous(self) -> End | None:
-        """Return the unexpected end of its previous life."""
-        return self.head.previous if self.head is not None else None
 
     # Its numbers
 

@@ -74,13 +74,11 @@ def _encode(values: tuple[str, ...]) -> bytes:
     return _BETWEEN.encode().join(texts)
 
 
-def read(rows: Any, connectors: int) -> Iterator[tuple[Key, int]]:
-    """Yield the series with their counts from the rows of a page, an array of two dimensions; others are left out."""
-    return RowReader(rows, connectors).read()
-
-
 class RowReader:
-    """Reads the rows of a page again and again, from any thread; what a row counts never changes."""
+    """Reads the rows of a page, an array of two dimensions, again and again, from any thread.
+
+    What a row counts never changes.
+    """
 
     def __init__(self, rows: Any, connectors: int) -> None:
         self._rows, self._connectors = rows, connectors

@@ -6,8 +6,7 @@ by this table. All metrics also have vLLM's own labels (``model_name``, ``engine
 """
 
 import zlib
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import product
@@ -546,22 +545,3 @@ SERIES_AT_MOST = 256
 def labelnames(signal: Signal) -> list[str]:
     """Return the names of all labels of a metric, in the order of their values."""
     return [*VLLM_LABELS, *([LABEL] if signal.scope is Scope.CONNECTOR else []), *signal.labels]
-
-
-def of_connector(index: int, counts: Mapping[int, int]) -> dict[int, int]:
-    """Return the counts of the connector at this position, by the connector's own slots."""
-    first, end = word(index, 0), word(index + 1, 0)
-    return {slot - first: n for slot, n in counts.items() if first <= slot < end}
-
-
-_FIRSTS = {scope: [series.first for series in table] for scope, table in SERIES.items()}
-
-
-def locate(slot: int) -> tuple[Series, int, int]:
-    """Return a payload slot's series, its index within the series, and the connector's position (-1: none)."""
-    scope, index = Scope.PROCESS, -1
-    if slot >= PROCESS_WIDTH:
-        scope = Scope.CONNECTOR
-        index, slot = divmod(slot - PROCESS_WIDTH, CONNECTOR_WIDTH)
-    series = SERIES[scope][bisect_right(_FIRSTS[scope], slot) - 1]
-    return series, slot - series.first, index

@@ -7,13 +7,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvobs.page import rows
 from kvobs.page.layout import ORDINARY, ROW, SPAN_BYTES, URGENT
+from kvobs.page.rows import RowReader
 from kvobs.page.span_ring import SpanReader
 from kvobs.page.writer import PageWriter
 from kvobs.probe.pure import PureProbe
 from kvobs.probe.recorder import Recorder
-from kvobs.schema.signals import SERIES, Kind, Scope, word
+from kvobs.schema.signals import CONNECTOR_WIDTH, PROCESS_WIDTH, SERIES, Kind, Scope, Series, word
 from kvobs.schema.spans import Record
 
 _GAUGES = {scope: [series.first for series in SERIES[scope] if series.signal.kind is Kind.GAUGE] for scope in SERIES}
@@ -29,6 +29,16 @@ class Numbers(NamedTuple):
 
 _TAKEN: WeakKeyDictionary[PageWriter, Numbers] = WeakKeyDictionary()
 _READERS: WeakKeyDictionary[PageWriter, list[SpanReader]] = WeakKeyDictionary()
+
+
+def locate(slot: int) -> tuple[Series, int, int]:
+    """Return a slot's series, its index within the series, and the connector's position (-1: none)."""
+    scope, index = Scope.PROCESS, -1
+    if slot >= PROCESS_WIDTH:
+        scope = Scope.CONNECTOR
+        index, slot = divmod(slot - PROCESS_WIDTH, CONNECTOR_WIDTH)
+    series = next(each for each in reversed(SERIES[scope]) if each.first <= slot)
+    return series, slot - series.first, index
 
 
 def numbers(of: Recorder | PageWriter) -> Numbers:
@@ -49,7 +59,8 @@ def numbers(of: Recorder | PageWriter) -> Numbers:
     held = {slot: counts.pop(slot) - 1 for slot in sorted(gauges & counts.keys())}
     found = np.frombuffer(page.words[at.rows : at.rows + at.row_count * ROW], np.int64).copy().reshape(-1, ROW)
     opened = [
-        [signal.name, connector, *values, n] for (signal, connector, values), n in rows.read(found, at.connectors)
+        [signal.name, connector, *values, n]
+        for (signal, connector, values), n in RowReader(found, at.connectors).read()
     ]
     return Numbers(counts, opened, held)
 

@@ -9,8 +9,9 @@ import pytest
 from kvobs.connectors.fanout import call_all, hooks_of
 from kvobs.connectors.sub_connector import SubConnector
 from kvobs.probe.recorder import Recorder
-from kvobs.schema.signals import is_timed, locate
+from kvobs.schema.signals import is_timed
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine
+from tests.support.numbers import locate
 from tests.support.probes import counts
 
 

@@ -15,11 +15,12 @@ from kvobs.connectors.answers import answer_of
 from kvobs.connectors.configured import read_specs
 from kvobs.connectors.sub_connector import SubConnector, Unbuilt
 from kvobs.probe.recorder import SUM, Recorder
-from kvobs.schema.signals import is_timed, locate
+from kvobs.schema.signals import is_timed
 from kvobs.testing import Script, ScriptedConnector, cache_config, engine_config, transfer_config
 from kvobs.vllm_api.hooks import HOOKS, Cadence, is_empty
 from kvobs.vllm_api.versions import hooks
 from tests.engine.connectors_stats import IdleConnector
+from tests.support.numbers import locate
 from tests.support.probes import counts
 from tests.support.rig import entry_for
 

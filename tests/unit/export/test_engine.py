@@ -160,7 +160,7 @@ def test_an_engine_ends_with_its_scheduler_or_else_its_last_rank() -> None:
 def test_before_its_first_page_an_engine_is_nothing() -> None:
     engine = Engine("none-0-")
     engine.find()
-    assert (engine.all(), engine.info, engine.head, engine.previous) == ((), None, None, None)
+    assert (engine.all(), engine.info, engine.head) == ((), None, None)
     assert not engine.is_alive
     assert not engine.has_core
 

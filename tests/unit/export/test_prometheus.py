@@ -31,6 +31,7 @@ from kvobs.schema.spans import Reason
 from kvobs.vllm_api import versions
 from tests.support.contexts import no_otel_variables, record
 from tests.support.front import LABELS, REAL, Front, metered
+from tests.support.numbers import locate
 from tests.support.top_engines import Engines, count
 
 LOOKUPS = signals.LOOKUPS
@@ -114,7 +115,7 @@ def test_every_series_of_the_table_is_exposed() -> None:
     engines = Engines("one")
     page = engines.recorders[0].page
     for at in range(word(1, 0)):
-        if signals.locate(at)[0].signal.kind is Kind.GAUGE:
+        if locate(at)[0].signal.kind is Kind.GAUGE:
             page.set_gauge(at, 1)
         else:
             page.add(at, 1)

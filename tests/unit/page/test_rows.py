@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 
 from kvobs.page.layout import ROW, ROW_COUNT, ROW_KEY, ROW_LENGTH, ROW_TEXT, ROWS, TEXT, Layout
-from kvobs.page.rows import Key, Rows, read
+from kvobs.page.rows import Key, RowReader, Rows
 from kvobs.schema.signals import (
     CALL_ERRORS,
     CORRUPT_BLOCKS,
@@ -38,7 +38,7 @@ class Both:
 
     def read(self) -> dict[Key, int]:
         found: dict[Key, int] = {}
-        for key, n in read(self.array, CONNECTORS):
+        for key, n in RowReader(self.array, CONNECTORS).read():
             found[key] = found.get(key, 0) + n
         return found
 

@@ -18,10 +18,10 @@ from kvobs.page import calls
 from kvobs.probe.layer_calls import ARGUMENTS, LayerCall, LayerCalls, Stalls
 from kvobs.probe.recorder import NEVER, SUM, CallEvent
 from kvobs.schema import signals
-from kvobs.schema.signals import CALL_DURATION, locate
+from kvobs.schema.signals import CALL_DURATION
 from kvobs.vllm_api.hooks import HOOKS, Cadence
 from tests.support.contexts import Noting
-from tests.support.numbers import numbers, taken
+from tests.support.numbers import locate, numbers, taken
 from tests.support.probes import Kind, each_probe, recorder_of
 
 CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {

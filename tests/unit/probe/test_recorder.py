@@ -17,9 +17,9 @@ from kvobs.probe import native, recorder
 from kvobs.probe.pure import PureProbe
 from kvobs.probe.recorder import ERROR_TYPES_AT_MOST, NEVER, SUM, CallEvent, Recorder, cost_of_recording
 from kvobs.schema import signals
-from kvobs.schema.signals import CALL_DURATION, CONNECTOR_WIDTH, OTHER_VALUE, PROCESS_WIDTH, Scope, Signal, locate, slot
+from kvobs.schema.signals import CALL_DURATION, CONNECTOR_WIDTH, OTHER_VALUE, PROCESS_WIDTH, Scope, Signal, slot
 from tests.support.contexts import Noting
-from tests.support.numbers import numbers
+from tests.support.numbers import locate, numbers
 from tests.support.probes import PROBES, Kind, each_probe, recorder_of
 
 HOOK = "wait_for_save"

@@ -18,12 +18,11 @@ from kvobs.schema.signals import (
     Signal,
     hook_label,
     is_timed,
-    locate,
-    of_connector,
     slot,
     word,
 )
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Side
+from tests.support.numbers import locate
 
 by_name = pytest.mark.parametrize("signal", SIGNALS, ids=lambda signal: signal.name)
 SUFFIXES = {Kind.COUNTER: r"_total", Kind.HISTOGRAM: r"_(seconds|tokens)", Kind.GAUGE: r""}
@@ -76,15 +75,13 @@ def test_slots_and_series_are_one_to_one(scope: Scope) -> None:
     assert place - begin == (PROCESS_WIDTH if scope is Scope.PROCESS else CONNECTOR_WIDTH)
 
 
-def test_a_connectors_counts_are_found_by_its_own_slots() -> None:
-    edges = {word(index, own): 10 * index + own for index in range(3) for own in (0, CONNECTOR_WIDTH - 1)}
-    assert of_connector(1, {0: 1, PROCESS_WIDTH - 1: 1, **edges}) == {
-        0: 10,
-        CONNECTOR_WIDTH - 1: 10 + CONNECTOR_WIDTH - 1,
-    }
-    assert all(
-        locate(at)[2] == index for index in range(3) for at in (word(index, 0), word(index, CONNECTOR_WIDTH - 1))
-    )
+def test_connectors_have_their_words_one_after_another() -> None:
+    assert [word(index, slot) for index in range(2) for slot in (0, CONNECTOR_WIDTH - 1)] == [
+        PROCESS_WIDTH,
+        PROCESS_WIDTH + CONNECTOR_WIDTH - 1,
+        PROCESS_WIDTH + CONNECTOR_WIDTH,
+        PROCESS_WIDTH + 2 * CONNECTOR_WIDTH - 1,
+    ]
 
 
 def test_a_histogram_has_slots_for_buckets_the_rest_and_the_sum() -> None:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from kvobs.probe.recorder import Recorder
-from kvobs.schema.signals import OVERHEAD_SECONDS, SAVE_HOLD, Kind, locate
+from kvobs.schema.signals import OVERHEAD_SECONDS, SAVE_HOLD, Kind
 from kvobs.state.transfers import Gain, Load, Save, UnexpectedReport
 from kvobs.telemetry.transfers.outcomes import Outcomes
-from tests.support.numbers import taken
+from tests.support.numbers import locate, taken
 from tests.support.reports import took
 
 
