@@ -13,7 +13,7 @@ from kvobs.schema import signals
 CopyBlocks: TypeAlias = Callable[..., None]
 """vLLM's signature: source caches, destination caches, source block ids, destination block ids, direction."""
 
-_BYTES = {direction: signals.slot(signals.BLOCK_COPY_BYTES, direction) for direction in signals.DIRECTIONS}
+_BYTES = signals.slots(signals.BLOCK_COPY_BYTES)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ LINGER_S = 15.0
 """How long the last numbers are served after an engine that did not end as it should."""
 AFTER_SIGTERM_S = 5.0
 """How long an exporter that is asked to end waits for its engines to end, which are mostly asked at the same time."""
-_ERRORS = {where: signals.slot(signals.INTERNAL_ERRORS, where) for where in signals.INTERNAL_ERRORS.labels["where"]}
+_ERRORS = signals.slots(signals.INTERNAL_ERRORS)
 
 
 class Served(NamedTuple):

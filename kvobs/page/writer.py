@@ -28,7 +28,7 @@ from kvobs.vllm_api.proc import pid_namespace, start_time
 
 STOPS = (SystemExit, KeyboardInterrupt)
 """What handlers of signals raise, and ``sys.exit``: the process was asked to end. Others may be no ``Exception``."""
-_FAULTS = {where: signals.slot(signals.INTERNAL_ERRORS, where) for where in signals.INTERNAL_ERRORS.labels["where"]}
+_FAULTS = signals.slots(signals.INTERNAL_ERRORS)
 
 
 class PageWriter:

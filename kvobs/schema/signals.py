@@ -525,6 +525,12 @@ def slot(signal: Signal, *values: str) -> int:
     return _BY_VALUES[(signal.name, *values)].first
 
 
+def slots(signal: Signal) -> dict[str, int]:
+    """Return the first slot of each series of a signal with one label, by that label's value."""
+    (values,) = signal.labels.values()
+    return {value: slot(signal, value) for value in values}
+
+
 def find(signal: Signal, *values: str) -> Series | None:
     """Return the series of ``signal`` with these label values, if there is one."""
     return _BY_VALUES.get((signal.name, *values))

@@ -10,10 +10,7 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.telemetry.estimates.reuse_distances import ReuseDistances, key_of
 
-_FOLLOWED, _REUSED = (
-    {medium: signals.slot(signal, medium) for medium in signal.labels["medium"]}
-    for signal in (signals.FOLLOWED_EVICTIONS, signals.REUSED_EVICTIONS)
-)
+_FOLLOWED, _REUSED = map(signals.slots, (signals.FOLLOWED_EVICTIONS, signals.REUSED_EVICTIONS))
 FOLLOWED_AT_MOST = 16_384
 """Evicted samples of a medium; the oldest are forgotten, and count as never asked for."""
 

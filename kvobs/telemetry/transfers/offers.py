@@ -7,15 +7,11 @@ from kvobs.schema import signals
 from kvobs.state.events import ObservedRequest, Observer, Outcome
 from kvobs.state.transfers import NOBODY, LookupResult, Offer
 
-_OUTCOMES: dict[str, int] = {
-    outcome: signals.slot(signals.LOOKUPS, outcome) for outcome in signals.LOOKUPS.labels["outcome"]
-}
+_OUTCOMES = signals.slots(signals.LOOKUPS)
 _OFFERED = signals.slot(signals.OFFERED_TOKENS)
 _ADMITTED = signals.slot(signals.ADMITTED_TOKENS)
-_SOURCES = {source: signals.slot(signals.HIT_TOKENS, source) for source in signals.HIT_TOKENS.labels["source"]}
-_UNUSED = {
-    reason: signals.slot(signals.UNUSED_HIT_TOKENS, reason) for reason in signals.UNUSED_HIT_TOKENS.labels["reason"]
-}
+_SOURCES = signals.slots(signals.HIT_TOKENS)
+_UNUSED = signals.slots(signals.UNUSED_HIT_TOKENS)
 _UNUSED_OFFERS = signals.slot(signals.UNUSED_OFFERS)
 
 

@@ -12,11 +12,7 @@ from kvobs.state.events import ObservedRequest, Observer
 from kvobs.state.ledger import Ledger
 from kvobs.state.transfers import InProgress, Stuck, named_ranks
 
-_GAUGES = {
-    kind: (signals.slot(signals.IN_FLIGHT, kind), signals.slot(signals.OLDEST_IN_FLIGHT, kind))
-    for kind in signals.IN_FLIGHT.labels["kind"]
-}
-_HELD = {kind: signals.slot(signals.HELD_TOKENS, kind) for kind in signals.HELD_TOKENS.labels["kind"]}
+_IN_FLIGHT, _OLDEST, _HELD = map(signals.slots, (signals.IN_FLIGHT, signals.OLDEST_IN_FLIGHT, signals.HELD_TOKENS))
 _AWAITED = {"lookup": "the connector's answer", "awaiting_schedule": "vLLM's scheduler"}
 _SHOWN = {"awaiting_schedule": "scheduling"}  # in the log
 _UNKNOWN_RANK = "unknown"
@@ -54,9 +50,8 @@ class OpenTransfers(Observer):
         while self.changes:
             found = self.changes.pop()
             (index, kind), n = self._kinds[found], len(found)
-            in_flight, oldest = _GAUGES[kind]
-            self.recorder.set_gauge(index, in_flight, n)
-            self.recorder.set_gauge(index, oldest, found.oldest_ns - WALL_OFFSET if n else 0)
+            self.recorder.set_gauge(index, _IN_FLIGHT[kind], n)
+            self.recorder.set_gauge(index, _OLDEST[kind], found.oldest_ns - WALL_OFFSET if n else 0)
             if kind in _HELD:
                 self.recorder.set_gauge(index, _HELD[kind], found.tokens)
 

@@ -11,7 +11,7 @@ from kvobs.state.transfers import Gain, Load, Save, Slowest, UnexpectedReport
 from kvobs.telemetry.events import TelemetryObserver
 
 _LOADS = {labels: signals.slot(signals.LOADS, *labels) for labels in product(*signals.LOADS.labels.values())}
-_DURATIONS = {mode: signals.slot(signals.LOAD_DURATION, mode) for mode in signals.LOAD_DURATION.labels["mode"]}
+_DURATIONS = signals.slots(signals.LOAD_DURATION)
 _DURATION_SUM = signals.LOAD_DURATION.sum_offset
 _LOAD_TOKENS = signals.slot(signals.LOAD_TOKENS)
 _LOAD_BYTES = signals.slot(signals.LOAD_BYTES)

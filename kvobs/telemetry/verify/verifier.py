@@ -17,7 +17,7 @@ from kvobs.telemetry.verify.fingerprints import Fingerprints, Taken
 from kvobs.telemetry.verify.noted import Fingerprint, NotedBlocks, Outcome, compare_sent
 from kvobs.telemetry.verify.sample import Block, LoadedBlocks, NotedBlock, VerifyOrders
 
-_OUTCOMES = {name: signals.slot(signals.VERIFIED_BLOCKS, name) for name in signals.VERIFIED_BLOCKS.labels["outcome"]}
+_OUTCOMES = signals.slots(signals.VERIFIED_BLOCKS)
 OPEN_AT_MOST = 4096  # loads; a rank need not report one whose request has ended
 SILENT_NS = 60 * 10**9  # after an error was logged: a broken connector would fill the log
 _NO_ORDERS = VerifyOrders((), ())

@@ -8,6 +8,8 @@ from kvobs.schema.signals import (
     CALL_DURATION,
     CONNECTOR_WIDTH,
     LOAD_DURATION,
+    LOADS,
+    LOOKUPS,
     OPEN,
     OTHER,
     PROCESS_WIDTH,
@@ -19,6 +21,7 @@ from kvobs.schema.signals import (
     hook_label,
     is_timed,
     slot,
+    slots,
     word,
 )
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Side
@@ -73,6 +76,12 @@ def test_slots_and_series_are_one_to_one(scope: Scope) -> None:
             assert locate(place) == (series, offset, -1 if scope is Scope.PROCESS else 2)
             place += 1
     assert place - begin == (PROCESS_WIDTH if scope is Scope.PROCESS else CONNECTOR_WIDTH)
+
+
+def test_the_slots_of_a_metric_with_one_label_are_by_its_value() -> None:
+    assert slots(LOOKUPS) == {outcome: slot(LOOKUPS, outcome) for outcome in LOOKUPS.labels["outcome"]}
+    with pytest.raises(ValueError, match="too many values"):
+        slots(LOADS)
 
 
 def test_connectors_have_their_words_one_after_another() -> None:
