@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 
 from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
@@ -39,7 +40,7 @@ class Evictions:
         if samples := self._distances.weights(map(key_of, hashes)):
             gone = self._gone[index, medium]
             gone |= samples
-            for key in list(gone)[: max(0, len(gone) - FOLLOWED_AT_MOST)]:
+            for key in list(islice(gone, max(0, len(gone) - FOLLOWED_AT_MOST))):
                 del gone[key]
             self._recorder.count(index, _FOLLOWED[medium], sum(samples.values()) * self._block_size)
 
