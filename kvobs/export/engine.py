@@ -20,7 +20,7 @@ from kvobs.page.reader import OtherVersionError, Page, names_of
 from kvobs.page.rows import Key
 from kvobs.page.span_ring import SpanReader
 from kvobs.schema import signals
-from kvobs.schema.signals import CALL_DURATION, OTHER_VALUE, SERIES, SERIES_AT_MOST, Kind, Scope, word
+from kvobs.schema.signals import CALL_DURATION, OTHER_VALUE, SERIES_AT_MOST, Kind, series_words
 from kvobs.schema.spans import Record
 
 Positions = Mapping[str, tuple[tuple[int, int], tuple[int, int]]]
@@ -29,20 +29,16 @@ _RECORD = signals.slot(signals.OVERHEAD_SECONDS, "record")
 
 
 @cache
-def _slots(connectors: int, signal_kind: Kind) -> Any:
-    """Return the slots of all gauges, or of the numbers of timed calls (for histograms), as an array."""
-    found = []
-    for scope, indices in ((Scope.PROCESS, (None,)), (Scope.CONNECTOR, tuple(range(connectors)))):
-        for series in SERIES[scope]:
-            if signal_kind is Kind.GAUGE and series.signal.kind is Kind.GAUGE:
-                widths = 1
-            elif signal_kind is Kind.HISTOGRAM and series.signal is CALL_DURATION:
-                widths = series.signal.sum_offset
-            else:
-                continue
-            firsts = [series.first if connector is None else word(connector, series.first) for connector in indices]
-            found += [first + i for first in firsts for i in range(widths)]
-    return np.array(found, np.int64)
+def _gauges(connectors: int) -> Any:
+    """Return the slots of all gauges, as an array."""
+    return np.array([at for _, series, at in series_words(connectors) if series.signal.kind is Kind.GAUGE], np.int64)
+
+
+@cache
+def _timed_calls(connectors: int) -> Any:
+    """Return the slots that count timed calls, as an array."""
+    firsts = [at for _, series, at in series_words(connectors) if series.signal is CALL_DURATION]
+    return np.array([first + bucket for first in firsts for bucket in range(CALL_DURATION.sum_offset)], np.int64)
 
 
 class Engine:
@@ -125,7 +121,8 @@ class Engine:
     def counts(self) -> list[int]:
         """Return the sum of each slot over all processes; of gauges their value plus 1, or 0."""
         pages = self.all()
-        gauges, calls = (_slots(len(pages[0].names), kind) for kind in (Kind.GAUGE, Kind.HISTOGRAM))
+        connectors = len(pages[0].names)
+        gauges, calls = _gauges(connectors), _timed_calls(connectors)
         each = np.stack([page.counts for page in pages])
         total = each.sum(axis=0)
         total[gauges] = each[:, gauges].max(axis=0)

@@ -22,7 +22,7 @@ from kvobs.export.engine_watch import EngineWatch
 from kvobs.page.description import SCHEDULER, EngineInfo
 from kvobs.page.rows import Key
 from kvobs.schema import signals
-from kvobs.schema.signals import SERIES, SIGNALS, Kind, Scope, Series, Signal, hook_label, labelnames, word
+from kvobs.schema.signals import SIGNALS, Kind, Series, Signal, hook_label, labelnames, series_words
 from kvobs.schema.spans import CONNECTOR, Record, observed_in
 
 FRESH_S = 0.2
@@ -142,7 +142,7 @@ class Totals:
         counts, now_ns = counted.counts, perf_counter_ns()
         halted_ns = self._watch.halted_ns if self._watch is not None else 0
         with self._lock:
-            for index, series, at in _series_words(len(info.connectors)):
+            for index, series, at in series_words(len(info.connectors)):
                 signal = series.signal
                 values = counts[at : at + series.width]
                 if not any(values):
@@ -195,15 +195,6 @@ class Totals:
         if (end := ended or watch.previous) is not None:
             values = (end.connector, hook_label(end.hook) if end.hook else "", end.reason)
             points[signals.ENGINE_ENDED] = [Point((*labels, *values), 1 if ended else 2)]
-
-
-def _series_words(connectors: int) -> Iterator[tuple[int, Series, int]]:
-    """Yield each series with the position of its connector (-1: none) and its first slot."""
-    for series in SERIES[Scope.PROCESS]:
-        yield -1, series, series.first
-    for connector in range(connectors):
-        for series in SERIES[Scope.CONNECTOR]:
-            yield connector, series, word(connector, series.first)
 
 
 class TotalsCollector(Collector):

@@ -7,6 +7,7 @@ by this table. All metrics also have vLLM's own labels (``model_name``, ``engine
 
 import zlib
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import product
@@ -539,6 +540,15 @@ def find(signal: Signal, *values: str) -> Series | None:
 def word(index: int, slot: int) -> int:
     """Return the word of a page that has this slot of the connector with this index; slot 0 is its first."""
     return PROCESS_WIDTH + index * CONNECTOR_WIDTH + slot
+
+
+def series_words(connectors: int) -> Iterator[tuple[int, Series, int]]:
+    """Yield each series of a page with the position of its connector (-1: none) and its first word."""
+    for series in SERIES[Scope.PROCESS]:
+        yield -1, series, series.first
+    for index in range(connectors):
+        for series in SERIES[Scope.CONNECTOR]:
+            yield index, series, word(index, series.first)
 
 
 LABEL = "connector"

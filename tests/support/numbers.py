@@ -13,10 +13,8 @@ from kvobs.page.span_ring import SpanReader
 from kvobs.page.writer import PageWriter
 from kvobs.probe.pure import PureProbe
 from kvobs.probe.recorder import Recorder
-from kvobs.schema.signals import CONNECTOR_WIDTH, PROCESS_WIDTH, SERIES, Kind, Scope, Series, word
+from kvobs.schema.signals import CONNECTOR_WIDTH, PROCESS_WIDTH, SERIES, Kind, Scope, Series, series_words
 from kvobs.schema.spans import Record
-
-_GAUGES = {scope: [series.first for series in SERIES[scope] if series.signal.kind is Kind.GAUGE] for scope in SERIES}
 
 
 class Numbers(NamedTuple):
@@ -48,11 +46,7 @@ def numbers(of: Recorder | PageWriter) -> Numbers:
         for fan_outs in of.probe._short:
             of.probe.settle(fan_outs)
     at = page.layout
-    connectors = range(at.connectors)
-    gauges = {
-        *_GAUGES[Scope.PROCESS],
-        *(word(connector, first) for connector in connectors for first in _GAUGES[Scope.CONNECTOR]),
-    }
+    gauges = {first for _, series, first in series_words(at.connectors) if series.signal.kind is Kind.GAUGE}
     words = np.frombuffer(page.words[at.counts : at.counts + at.slots], np.int64).copy()
     written = np.flatnonzero(words)
     counts = dict(zip(written.tolist(), words[written].tolist(), strict=True))

@@ -17,7 +17,7 @@ from kvobs.testing import rig, scripted
 INTERNAL = {
     "kvobs.schema.config": {"explain", "is_enabled", "numbers", "validate"},  # with findings; `read` raises them
     "kvobs.schema.signals": {
-        *("Series", "slot", "slots", "find", "word"),  # words of a page
+        *("Series", "slot", "slots", "find", "word", "series_words"),  # words of a page
         "labelnames",  # of what the exporter serves
         "no_estimate",  # a text of commands
         *("is_timed", "hook_label"),  # about hooks; they are here because labels need them
