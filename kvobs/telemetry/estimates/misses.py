@@ -11,13 +11,7 @@ from kvobs.state.transfers import LookupResult
 from kvobs.telemetry.estimates.evictions import Evictions
 from kvobs.telemetry.estimates.reuse_distances import Reuse
 
-_NEVER, _BEYOND, _NOT_STORED, _EVICTED, _OTHER, _NO_FULL_BLOCK, _UNKNOWN = (
-    signals.slot(signals.MISSED_TOKENS, reason)
-    for reason in (
-        *("never_seen", "beyond_prefix", "not_stored", "evicted"),
-        *("other_connector", "no_full_block", "unknown"),
-    )
-)
+_MISSED = signals.slots(signals.MISSED_TOKENS)
 
 
 class Misses:
@@ -49,14 +43,14 @@ class Misses:
             end = lookup.local + offered
             full = max(end, blocks * size)
             if full < tokens:
-                add(index, _NO_FULL_BLOCK, tokens - full)
+                add(index, _MISSED["no_full_block"], tokens - full)
             if index in self._elsewhere:
                 if full > end:
-                    add(index, _UNKNOWN, full - end)
+                    add(index, _MISSED["unknown"], full - end)
                 continue
             seen = self._count_seen(index, end, min(full, lookup.local + best), reuse)
             if full > seen:
-                add(index, _BEYOND if seen or reuse.seen else _NEVER, full - seen)
+                add(index, _MISSED["beyond_prefix" if seen or reuse.seen else "never_seen"], full - seen)
 
     def _count_seen(self, index: int, end: int, others_end: int, reuse: Reuse) -> int:
         """Count what a connector did not offer beyond ``end`` of what was seen before; return where that ends."""
@@ -69,13 +63,13 @@ class Misses:
         if seen == end:
             return end
         if others_end > end:
-            self._recorder.count(index, _OTHER, others_end - end)
+            self._recorder.count(index, _MISSED["other_connector"], others_end - end)
             end = others_end
         chunk = self._chunks.get(index, size)
         whole = max(end, seen // chunk * chunk)
         if whole > end:
             is_evicted = sampled >= 0 and self._evictions.has_evicted(index, reuse.keys[sampled])
-            self._recorder.count(index, _EVICTED if is_evicted else _NOT_STORED, whole - end)
+            self._recorder.count(index, _MISSED["evicted" if is_evicted else "not_stored"], whole - end)
         if seen > whole:
-            self._recorder.count(index, _NO_FULL_BLOCK, seen - whole)
+            self._recorder.count(index, _MISSED["no_full_block"], seen - whole)
         return seen
