@@ -87,8 +87,9 @@ class Recorder:
         listener: CallListener | None = None,
         page: PageWriter | None = None,
     ) -> None:
-        once = Cadence.ONCE
-        self.slow_ns = {name: NEVER if hook.cadence is once else slow_ns for name, hook in signals.TIMED.items()}
+        self.slow_ns = {
+            name: NEVER if hook.cadence is Cadence.ONCE else slow_ns for name, hook in signals.TIMED.items()
+        }
         """The duration above which a call is slow, by hook."""
         self.pauses = Pauses()  # none, until this process is watched
         self.listener = listener
@@ -96,11 +97,11 @@ class Recorder:
         self.connectors = connectors
         self._names = names or tuple(map(str, range(connectors)))
         self.page = page if page is not None else PageWriter(describe(plain(self._names), 0))
-        self.words, self._first = self.page.words, self.page.layout.counts
+        self.words, first = self.page.words, self.page.layout.counts
         self.probe = native.probe(self.words, self.page.layout.ring, buckets(CALL_DURATION), SUM)
-        firsts = [word(index, 0) for index in range(connectors)]
-        self._firsts: dict[int | None, int] = {None: self._first}  # positions of the slots from 0 on, by connector
-        self._firsts.update(enumerate([self._first + first for first in firsts]))
+        # Positions of the slots from 0 on, by connector; None: of the process.
+        self._firsts: dict[int | None, int] = {None: first}
+        self._firsts.update((index, first + word(index, 0)) for index in range(connectors))
 
     def count(self, index: int | None, slot: int, n: int = 1) -> None:
         """Add ``n`` to a slot (see ``signals.slot``) of the connector at this position, or of this process."""

@@ -25,9 +25,6 @@ from kvobs.telemetry.tracing.sampling import TracingSettings, Verdicts
 from kvobs.telemetry.tracing.urgent_loads import UrgentLoads, untraced_request
 from kvobs.vllm_api import versions
 
-_COLLECTED = {is_worker: signals.slot(signals.GC_PAUSES, process) for is_worker, process in
-              ((True, "worker"), (False, "scheduler"))}  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Recorders:
@@ -59,7 +56,8 @@ def build(
     contained = [i for i, name in enumerate(names) if name in options.best_effort]
     process = writer.describe(engine, rank, is_native=choice().is_native, cost_ns=cost_of_recording())
     page = writer.begin(vllm_config, process, contained)
-    page.grown.append((_COLLECTED[rank is not None], OF_PROCESS.take_collected_ns))
+    collected = signals.slot(signals.GC_PAUSES, "scheduler" if rank is None else "worker")
+    page.grown.append((collected, OF_PROCESS.take_collected_ns))
     journal = Journal(page)
     traces, tracer = _trace(names, journal, tracing, rank) or (None, None)
     recorder = Recorder(len(names), slow_ns, tuple(names), listener=tracer, page=page)

@@ -39,7 +39,7 @@ class Rank:
         found = {}
         for outcome in signals.VERIFIED_BLOCKS.labels["outcome"]:
             slot = signals.word(index, signals.slot(signals.VERIFIED_BLOCKS, outcome))
-            if n := self.recorder.words[self.recorder._first + slot]:
+            if n := self.recorder.words[self.recorder.page.layout.counts + slot]:
                 found[outcome] = int(n)
         return found
 
