@@ -19,16 +19,11 @@ LONG_NS = 10**9
 UNKNOWN = "unknown"
 
 
+@faults.contained("record")
 def noted(process: ProcessInfo, server: str) -> ProcessInfo:
     """Return the description of an engine's scheduler with the unexpected end of the life before, which is logged."""
-    return _noted(process, server) or process
-
-
-@faults.contained("record")
-def _noted(process: ProcessInfo, server: str) -> ProcessInfo | None:
-    found = _end(process, server)
-    if found is None:
-        return None
+    if (found := _end(process, server)) is None:
+        return process
     end, ago_s = found
     log.warning("the previous engine ended%s, %.0f s ago", described(end), ago_s)
     return replace(process, previous=end, previous_ago_s=ago_s)

@@ -175,7 +175,7 @@ def begin(vllm_config: Any, process: ProcessInfo, contained: Collection[int] = (
     with files.reported("kvobs's metrics can't be exported: %s. Serving is not affected"):
         path = files.folder()
         if process.rank is None:
-            process = previous.noted(process, identity.server)
+            process = previous.noted(process, identity.server) or process
         files.clean(path, identity.server, *(previous.sought(process) or ()))
         place = process_name(process.rank).replace(" ", "")
         name = f"{identity.server}-{identity.number}-{place}"

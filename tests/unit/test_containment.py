@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("in_production")
 
 KV, SYNC = (2 * BLOCK, True), (2 * BLOCK, False)
 AT_START = {
-    "page.files:reported", "page.previous:_noted", "telemetry.recorders:_trace", "telemetry.recorders:_report",
+    "page.files:reported", "page.previous:noted", "telemetry.recorders:_trace", "telemetry.recorders:_report",
 }  # fmt: skip
 """Seams that are passed once, while the objects are made."""
 OF_STARTER = sorted(seam for seam in seams.find() if seam.startswith("export.starter:"))
