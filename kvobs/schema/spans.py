@@ -101,7 +101,7 @@ LOAD = Span("kv.load", "scheduler", "from allocation to receipt on the last rank
             CONNECTOR, signals.LOAD_DURATION, (MODE,))  # fmt: skip
 LOAD_RANK = Span("kv.load.rank", "worker", "one rank's part of a load: from its order to its receipt")
 LOAD_WRONG = Span("kv.load.wrong", "scheduler", "the moment when a load was found to have delivered wrong bytes")
-SAVE = Span("kv.save", "scheduler", "a promised save: from the request's end to the release of its blocks",
+SAVE = Span("kv.save", "scheduler", "a promised save: from the request's end to receipt on the last rank",
             CONNECTOR, signals.SAVE_HOLD)  # fmt: skip
 SAVE_RANK = Span("kv.save.rank", "worker", "one rank's part of a promised save: from its order to its end")
 CALL = Span("kv.call", "any", "one call into a connector that was slow or failed; with level calls, every call",
