@@ -152,8 +152,7 @@ class CountingExporter(SpanExporter):
                 "spans can't be exported to %s: %s. Serving is not affected; further losses are only counted "
                 "(kvobs_spans_dropped_total)"
             )
-            reason = getattr(_muted, "last", "the exporter gives no reason").rstrip(".")
-            self._outage.begins(logging.ERROR, text, self._to, line(reason, 1000))
+            self._outage.begins(logging.ERROR, text, self._to, line(_muted.last.rstrip("."), 1000))
         else:
             self._outage.ends("spans are exported to %s again", self._to)
         return result
@@ -172,7 +171,7 @@ _muted = local()
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Suppress the exporter's log lines; the last one is kept for kvobs's own log line."""
-    _muted.is_on = True
+    _muted.is_on, _muted.last = True, "the exporter gives no reason"
     try:
         yield
     finally:
