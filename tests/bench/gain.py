@@ -30,6 +30,7 @@ from kvobs.demo.run import files, host_memory, multi_connector
 from kvobs.routing.scheduler import SchedulerSide
 from kvobs.state.transfers import Gain, Load
 from kvobs.telemetry.composed import Composed
+from kvobs.telemetry.estimates.compute_cost import ComputeCost
 from kvobs.telemetry.estimates.gains import Gains
 from kvobs.telemetry.events import TelemetryObserver
 from kvobs.testing.model import FIRST_BYTE, VOCAB, make_model
@@ -76,6 +77,19 @@ class Announced(TelemetryObserver):
         self.latest = gain
 
 
+class Checked(ComputeCost):
+    """Compares each step with prefills to what was expected of it."""
+
+    observed_s = error_s = 0.0
+
+    def observe(self, seconds: float, tokens: int, pairs: int, decodes: int, context: int) -> None:
+        if tokens and self._prefill.is_ready:
+            expected = self._decode.expect(decodes, context) + self._prefill.expect(tokens, pairs)
+            self.observed_s += seconds
+            self.error_s += abs(expected - seconds)
+        super().observe(seconds, tokens, pairs, decodes, context)
+
+
 class Engine:
     """A real engine with one connector behind kvobs.
 
@@ -109,7 +123,7 @@ class Engine:
         side: SchedulerSide = core.engine_core.scheduler.connector._side
         observer: Any = side.observer
         gains = next(each for each in observer.observers if isinstance(each, Gains))
-        self.cost = gains._cost
+        gains._cost = self.cost = Checked(gains._cost._budget)
         gains._listener = Composed([gains._listener, self.announced])
         self._busy = busy
         self._others: set[str] = set()
@@ -176,8 +190,8 @@ def serve() -> None:
     connector, busy, rounds, results = sys.argv[1:]
     with tempfile.TemporaryDirectory(prefix="kvobs-bench-") as folder:
         engine = Engine(connector, int(busy), Path(folder))
-        pairs, errors = pairs_of(engine, int(rounds)), engine.cost.prefill_errors
-    Path(results).write_text(json.dumps([pairs, 100 * errors.error_s / errors.observed_s]), encoding="utf-8")
+        pairs, cost = pairs_of(engine, int(rounds)), engine.cost
+    Path(results).write_text(json.dumps([pairs, 100 * cost.error_s / cost.observed_s]), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # the engine's own end is not measured, and takes seconds
 

@@ -9,7 +9,6 @@ Until there are steps with decodes only, the fixed cost counts as part of the pr
 reading the weights, however few its tokens are: the cost of prefills has a floor.
 """
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvobs.telemetry.estimates.linear_cost import LinearCost
@@ -22,19 +21,6 @@ Work: TypeAlias = tuple[int, int, int, int]
 """The work of a step: the arguments of ``ComputeCost.observe`` after the seconds."""
 
 
-@dataclass(slots=True)
-class Errors:
-    """The differences between expected and observed times of steps."""
-
-    observed_s: float = 0.0  # total time of the steps
-    error_s: float = 0.0  # total absolute difference
-
-    def note(self, expected: float, observed: float) -> None:
-        """Add a step."""
-        self.observed_s += observed
-        self.error_s += abs(expected - observed)
-
-
 class ComputeCost:
     """The running estimate of a prefill's duration in this engine, among its present decodes.
 
@@ -43,7 +29,7 @@ class ComputeCost:
 
     __slots__ = (
         *("_budget", "_context", "_decode", "_decodes", "_prefill", "_steps"),
-        *("decode_errors", "prefill_errors", "prefills"),
+        *("checked_s", "prefills"),
     )
 
     def __init__(self, budget: int) -> None:
@@ -53,8 +39,7 @@ class ComputeCost:
         self._steps = 0
         self.prefills = 0  # steps with prefills that were learned from
         self._decodes = self._context = 0.0  # running means: tokens of decodes, and their context
-        self.decode_errors = Errors()  # of steps that only decode
-        self.prefill_errors = Errors()
+        self.checked_s = 0.0  # duration of the steps that had an estimate before
 
     def observe(self, seconds: float, tokens: int, pairs: int, decodes: int, context: int) -> None:
         """Take in a step.
@@ -67,18 +52,14 @@ class ComputeCost:
         self._steps += 1
         if self._steps <= _SKIPPED or seconds <= 0 or not (tokens or decodes):
             return
-        decode = self._decode
-        base = decode.expect(decodes, context)
+        cost = self._prefill if tokens else self._decode
+        if cost.is_ready:
+            self.checked_s += seconds
         if tokens:
-            prefill = self._prefill
-            if prefill.is_ready:
-                self.prefill_errors.note(base + prefill.expect(tokens, pairs), seconds)
-            prefill.learn(tokens, pairs, seconds, base)
+            cost.learn(tokens, pairs, seconds, self._decode.expect(decodes, context))
             self.prefills += 1
         else:
-            if decode.is_ready:
-                self.decode_errors.note(base, seconds)
-            decode.learn(decodes, context, seconds)
+            cost.learn(decodes, context, seconds)
 
     def predict(self, tokens: int, context: int = 0) -> float | None:
         """Return the seconds from a prefill's first step to the end of its last one; None if that is not known yet.

@@ -90,8 +90,7 @@ class Gains(Observer):
         if new := self._cost.prefills - self._prefills:
             self._prefills += new
             self._recorder.count(None, _PREFILLS, new)
-        steps_s = self._cost.prefill_errors.observed_s + self._cost.decode_errors.observed_s
-        if new := int(steps_s * 1e9) - self._step_ns:
+        if new := int(self._cost.checked_s * 1e9) - self._step_ns:
             self._step_ns += new
             self._recorder.count(None, _STEPS, new)
 

@@ -1,7 +1,6 @@
 """An engine with a known cost function: its steps are mixed, its prefills chunked, and what they cost is found."""
 
 import random
-from dataclasses import astuple, replace
 from statistics import mean
 from typing import NamedTuple
 
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvobs.telemetry.estimates.compute_cost import ComputeCost, Errors
+from kvobs.telemetry.estimates.compute_cost import ComputeCost
 
 BUDGET = 2048
 
@@ -188,21 +187,15 @@ def test_predictions_are_never_negative(
         assert predicted is None or 0 <= predicted < float("inf")
 
 
-def test_the_error_is_measured_before_a_step_is_learned() -> None:
-    rig = Rig(GPU, 4, noise=0.0)
-    rig.step(400)
-    prefill, decode = replace(rig.estimate.prefill_errors), replace(rig.estimate.decode_errors)
-    rig.estimate.observe(1.0, 0, 0, 1, 100)  # a hundred times what it should take
-    assert rig.estimate.decode_errors.observed_s - decode.observed_s == pytest.approx(1.0)
-    assert rig.estimate.decode_errors.error_s - decode.error_s == pytest.approx(0.992, abs=0.01)
-    assert rig.estimate.prefill_errors == prefill
-
-
-def test_errors_add_up_in_either_direction() -> None:
-    errors = Errors()
-    errors.note(1.0, 3.0)
-    errors.note(3.0, 1.0)
-    assert errors == Errors(4.0, 4.0)
+@pytest.mark.parametrize("tokens", [0, 64])
+def test_only_steps_with_an_estimate_check_it(tokens: int) -> None:
+    estimate, checked = ComputeCost(BUDGET), list[float]()
+    for _ in range(40):
+        estimate.observe(0.01, tokens, 100 * tokens, 1, 100)
+        checked.append(estimate.checked_s)
+    begin = checked.count(0.0)
+    assert 8 < begin < 20, "none of the first"
+    assert checked[begin:] == pytest.approx([0.01 * (n + 1) for n in range(40 - begin)])
 
 
 def test_predictions_are_those_that_the_constants_were_chosen_by() -> None:
@@ -215,10 +208,10 @@ def test_predictions_are_those_that_the_constants_were_chosen_by() -> None:
         estimate.observe(took * dice.uniform(0.8, 1.2), tokens, pairs, decodes, context)
         if i % 40 == 39:
             seen += [estimate.predict(300, 100), estimate.predict(1300, 200)]
-    seen += [*astuple(estimate.prefill_errors), *astuple(estimate.decode_errors)]
+    seen.append(estimate.checked_s)
     assert seen == pytest.approx(
         [0.0144079, 0.0554139, 0.0166474, 0.0665133, 0.0142177, 0.0605101, 0.0164653,
          0.0661692, 0.0154261, 0.0653987, 0.0157092, 0.0629363,
-         1.40089, 0.197558, 0.0846723, 0.00678291],
+         1.48556],
         rel=1e-5,
     )  # fmt: skip
