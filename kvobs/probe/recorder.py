@@ -156,7 +156,7 @@ class Recorder:
         return self.probe.timed(*self.target(index, hook, call))
 
     def notice(self, index: int, hook: str, start: int, spent: int, subject: Any = None) -> int:
-        """Count a call if it is slow, pass it to the listener, and return its time without pauses (see ``_ran_ns``)."""
+        """Count a call if it is slow, pass it to the listener, and return its time as ``count_slow`` does."""
         try:
             ran, is_slow = self.count_slow(index, hook, start, spent)
             if self.listener is not None:
@@ -167,9 +167,13 @@ class Recorder:
         return ran
 
     def count_slow(self, index: int, hook: str, start: int, spent: int) -> tuple[int, bool]:
-        """Count a call if it is slow; return its time without pauses, and whether it is."""
-        ran = self._ran_ns(hook, start, spent)
-        if is_slow := ran > self.slow_ns[hook]:
+        """Count a call if it is slow; return its time, and whether it is.
+
+        Pauses of the process are left out of the time of a call that would be slow with them.
+        """
+        slow_ns = self.slow_ns[hook]
+        ran = self.pauses.ran_ns(start, spent) if spent > slow_ns else spent
+        if is_slow := ran > slow_ns:
             self._slow(index, hook, start, ran)
         return ran, is_slow
 
@@ -177,10 +181,6 @@ class Recorder:
         """Count a call."""
         ran, _ = self.count_slow(index, hook, start, spent)
         self.observe(index, CALL_DURATION, ran, signals.hook_label(hook))
-
-    def _ran_ns(self, hook: str, start: int, spent: int) -> int:
-        """Return a call's time; without pauses of the process if it would be slow with them."""
-        return self.pauses.ran_ns(start, spent) if spent > self.slow_ns[hook] else spent
 
     def _slow(self, index: int, hook: str, start: int, spent: int) -> None:
         """Count a slow call; log the first of this hook that is not explained by waiting for a core."""
