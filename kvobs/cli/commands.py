@@ -1,6 +1,8 @@
 """The command `kvobs`, and the table of its commands; each is imported when it is used."""
 
+import errno
 import io
+import os
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -41,6 +43,15 @@ def load(name: str) -> Any:
 
 class Commands(TyperGroup):
     """Commands by name and line of help; only the one that is used is imported."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or error.filename is not None:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python fails again at its exit, with what is left
+            sys.exit(f"the output can't be written: {error.strerror}")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)

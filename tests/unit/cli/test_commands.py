@@ -44,6 +44,15 @@ def test_help_has_examples_and_whole_names_at_80_columns(command: str) -> None:
     assert "\u2026" not in result.output
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["check", "{}"], ["check", "{}", "--json"]])
+def test_a_full_disk_is_an_error_in_one_line(arguments: list[str]) -> None:
+    """Click itself takes care of a closed pipe only."""
+    command = [sys.executable, "-c", "from kvobs.cli import app; app()", *arguments]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "the output can't be written: No space left on device\n")
+
+
 def test_a_command_is_imported_when_it_is_used() -> None:
     """A list of commands needs no module of a command."""
     hidden = ("kvobs.cli.output", "kvobs.demo", "vllm", "rich", "numpy", "prometheus_client")
