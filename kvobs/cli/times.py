@@ -1,6 +1,7 @@
 """Read durations and times as people write them in options."""
 
 import datetime as dt
+import math
 import re
 from contextlib import suppress
 
@@ -24,7 +25,8 @@ def time_of(text: str, option: str, now_s: float) -> float:
     if text.startswith("now-") and (match := _DURATION.fullmatch(text.removeprefix("now-"))) is not None:
         return now_s - float(match[1]) * _UNITS[match[2] or "s"]
     with suppress(ValueError):
-        return float(text)
+        if math.isfinite(seconds := float(text)):
+            return seconds
     with suppress(ValueError):
         return dt.datetime.fromisoformat(text).timestamp()
     allowed = "use ISO 8601 such as 2026-11-28T18:00, Unix time, now, or now-2h"

@@ -23,5 +23,9 @@ def test_times() -> None:
     assert [time_of(text, "--to", 5000.0) for text in ("now", "now-10m", "1234.5")] == [5000, 4400, 1234.5]
     assert time_of("2026-11-28T18:00:00+00:00", "--to", 0) == 1795888800
     assert time_of("2026-11-28T18:00", "--to", 0) == datetime(2026, 11, 28, 18).timestamp()
-    with pytest.raises(typer.BadParameter, match="found 'yesterday'; use ISO 8601"):
-        time_of("yesterday", "--to", 0)
+
+
+@pytest.mark.parametrize("text", ["yesterday", "nan", "inf", "-inf", "1e999"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=f"found '{text}'; use ISO 8601"):
+        time_of(text, "--to", 0)
