@@ -17,6 +17,7 @@ from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
 
 COMPUTED, LOCAL, EXTERNAL = "local_compute", "local_cache_hit", "external_kv_transfer"
 """vLLM's own labels of the sources of prompt tokens."""
+_START = signals.START_TIME.name
 LATER_S = 1.0
 """Two times of an engine's start that differ by more are of two engines."""
 
@@ -176,13 +177,14 @@ def server_sums(server: str, readings: Sequence[tuple[Scrape | None, Scrape]], s
     by_vllm: list[tuple[Series, float]] = []
     has_been_restarted = is_vllm_unknown = False
     for before, after in readings:
-        restarted = before is not None and is_other_engine(before.values, after.values)
+        restarted = before is not None and is_other_engine(before, after)
         has_been_restarted |= restarted
         start = before if not restarted else None
         grown += change(start.values if start else None, after.values).items()
         is_vllm_unknown |= bool(after.vllm) and start is not None and not start.vllm
         by_vllm += change(start.vllm if start else None, after.vllm).items()
-    now = Numbers.of(item for _, last in readings for item in last.values.items())
+    ours = [last.values for _, last in readings if last.values]
+    now = Numbers.of(item for values in ours for item in values.items())
     by_connector: dict[str, list[tuple[Series, float]]] = {}
     for series, value in grown:
         if name := dict(series[1]).get("connector"):
@@ -198,17 +200,23 @@ def server_sums(server: str, readings: Sequence[tuple[Scrape | None, Scrape]], s
         kvobs_version=now.label(signals.BUILD_INFO, "version"),
         seconds=seconds,
         restarted=has_been_restarted,
-        ended=end_of(readings[0][1].values) if len(readings) == 1 else "",
+        ended=end_of(ours[0]) if len(ours) == 1 else "",
         prefills_seen=int(now.total(signals.ESTIMATE_PREFILLS)),
         prompt_tokens=None if is_vllm_unknown else prompt_tokens(Numbers.of(by_vllm), connectors),
         connectors=connectors,
     )
 
 
-def is_other_engine(before: Values, after: Values) -> bool:
+def is_other_engine(before: Scrape, after: Scrape) -> bool:
     """Return whether an engine has started between two readings: its time of start differs, or a counter fell."""
-    starts = ((after.get(series), value) for series, value in before.items() if series[0] == signals.START_TIME.name)
-    return has_restarted(before, after) or any(now is not None and abs(now - then) > LATER_S for now, then in starts)
+    if has_restarted(before.values, after.values) or _fell(before.vllm, after.vllm, PROMPT_TOKENS):
+        return True
+    starts = ((after.values.get(series), at) for series, at in before.values.items() if series[0] == _START)
+    return any(now is not None and abs(now - then) > LATER_S for now, then in starts)
+
+
+def _fell(before: Values, after: Values, name: str) -> bool:
+    return any(after.get(series, value) < value for series, value in before.items() if series[0] == name)
 
 
 def since_start(after: Scrape) -> float | None:

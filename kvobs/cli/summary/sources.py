@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -171,7 +171,7 @@ def of_prometheus(url: str, period: Period, instances: Sequence[str] = ()) -> tu
     after = _samples(url, period.end_s, math.ceil(period.seconds), instances)
     before = _samples(url, period.begin_s, LOOKBACK_S, instances)
     warnings, models = [], dict[str, list[tuple[Scrape | None, Scrape]]]()
-    vllm: dict[str, list[tuple[Scrape | None, Scrape]]] = {}
+    vllm: dict[str, list[tuple[Scrape | None, Scrape]]] = {}  # vLLMs with other instances than their exporters
     for instance, last in after.items():
         first = before.get(instance)
         pair = (first, last)
@@ -184,22 +184,11 @@ def of_prometheus(url: str, period: Period, instances: Sequence[str] = ()) -> tu
             warnings.append(f"{instance} has no sample at the start: its numbers are since its engine's start")
     found = []
     for model, readings in models.items():
-        sums = server_sums(model or "?", _with_vllm(readings, vllm.get(model, ())), period.seconds)
-        found.append(sums)
+        of_vllm = vllm.get(model, ())
+        if all(first is None for first, _ in of_vllm) and any(first is not None for first, _ in readings):
+            of_vllm = ()  # its metrics are new there: what it had counted before is not known
+        found.append(server_sums(model or "?", [*readings, *of_vllm], period.seconds))
     return sorted(found, key=lambda server: server.server), warnings
-
-
-def _with_vllm(
-    readings: Sequence[tuple[Scrape | None, Scrape]], of_vllm: Sequence[tuple[Scrape | None, Scrape]]
-) -> list[tuple[Scrape | None, Scrape]]:
-    """Put the metrics of vLLMs, which have other instances than their exporters, into the first reading."""
-    if not of_vllm:
-        return list(readings)
-    (first, last), *others = readings
-    news = {series: value for _, new in of_vllm for series, value in new.vllm.items()}
-    olds = {series: value for old, _ in of_vllm if old is not None for series, value in old.vllm.items()}
-    begun = replace(first, vllm={**first.vllm, **olds}) if first is not None else None
-    return [(begun, replace(last, vllm={**last.vllm, **news})), *others]
 
 
 def _began(scrape: Scrape) -> float:

@@ -198,6 +198,21 @@ def test_prometheus_sums_a_models_servers_since_their_own_starts() -> None:
     assert queries[0].startswith('last_over_time({__name__=~"kvobs_build_info|')
 
 
+@pytest.mark.parametrize("restarted", ["a", "z"], ids=["first", "last"])
+def test_prompt_tokens_of_a_server_that_restarted_count_anew(restarted: str) -> None:
+    """Each vLLM has an instance of its own, next to its exporter's."""
+    before = [*engine("m:1", 5), *engine(f"{restarted}:1", 100), prompt("m:2", 500), prompt(f"{restarted}:2", 1000)]
+    again = [*engine(f"{restarted}:1", 10, START + 130), prompt(f"{restarted}:2", 30)]
+    both = [again, [*engine("m:1", 6), prompt("m:2", 540)]]
+    (server,), *_ = summary_of(before, [one for part in (both if restarted == "a" else both[::-1]) for one in part])
+    assert server.prompt_tokens == PromptTokens(40 + 30, 0, {})
+
+
+def test_prompt_tokens_before_vllm_was_scraped_are_not_counted() -> None:
+    (server,), *_ = summary_of(engine("a:1", 5), [*engine("a:1", 9), prompt("a:2", 4000)])
+    assert server.prompt_tokens is None
+
+
 def test_a_server_without_a_sample_at_the_begin_is_named() -> None:
     (server,), warnings, _ = summary_of([], engine("a:1", 9))
     assert server.connectors[0].loads == 9
