@@ -36,9 +36,17 @@ def main() -> None:
     """Export dashboards, alerts and runbook."""
 
 
+def _folder(text: str) -> Path:
+    if not text:  # of a variable that is not set: it would be this folder
+        raise typer.BadParameter("it is empty; give a folder, such as ./kvobs-dashboards, or . for this one")
+    return Path(text)
+
+
 @app.command("export", epilog=examples("kvobs dashboards export ./kvobs-dashboards"))
 def export_dashboards(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to; created if missing.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", parser=_folder, help="Folder to write to; created if missing.")
+    ],
     *,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files that differ.")] = False,
     grafana: Annotated[str, typer.Option(metavar="URL", help="Grafana's address, for links in alerts.")] = "",
@@ -117,8 +125,8 @@ _BOUNDS = signals.LOAD_DURATION.buckets[:-1]
 """Where a quantile of loads is exact; it never exceeds the last bound."""
 _CHANGED = "\n\nThe thresholds of this site differ from the ones in the sections:\n\n"
 _FIRST_SECTION = "\n\n## "
-_LABEL_NAME = r"[A-Za-z_]\w*"
-_KUBERNETES_LABEL = r"([a-z0-9.-]+/)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?=([A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)?"
+_LABEL_NAME = r"(?a)[A-Za-z_]\w*"
+_KUBERNETES_LABEL = r"(?a)([a-z0-9.-]+/)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?=([A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)?"
 _NAMESPACE = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _URL = r"https?://[^\s\"'{}\\]+"
 

@@ -103,6 +103,16 @@ def test_the_command_says_what_it_wrote_and_what_was_there(tmp_path: Path) -> No
     assert kvobs("/proc/kvobs")[0] == 1
 
 
+def test_an_empty_folder_is_not_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may have a variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    code, output = kvobs("")
+    assert code == 2
+    assert "it is empty; give a folder" in output
+    assert tree(tmp_path) == {}
+    assert kvobs(".")[0] == 0
+
+
 OURS = {
     "grafana": "https://grafana.example.org/g/", "runbook": "https://wiki.example.org/kvobs", "job": "llm/kvobs",
     "cluster": "k8s_cluster",
@@ -201,7 +211,9 @@ def test_the_command_takes_all_of_it(tmp_path: Path) -> None:
         ("--runbook", "https://wiki.example.org/a\\b", "is not valid"),
         ("--job", 'a"b', "use letters, digits"),
         ("--cluster", "a-b", "use the name of a label"),
+        ("--cluster", "régio", "use the name of a label"),
         ("--label", "release", "use NAME=VALUE for Kubernetes"),
+        ("--label", "team=é", "use NAME=VALUE for Kubernetes"),
         ("--namespace", "A_b", "use the name of a namespace"),
         ("--threshold", "few_failed", "--threshold few_failed is not valid; use few_failed=a whole number of"),
         ("--threshold", "few_failde=3", "is unknown; use one of: failed_share, few_failed"),
