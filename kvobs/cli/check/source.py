@@ -53,12 +53,12 @@ def read(argument: str) -> list[Source]:
 
 
 def _text(argument: str) -> str:
-    if argument == "-":
-        return sys.stdin.read()
     is_text = argument.lstrip()[:1] in ("", *"{['\"`") or "\n" in argument
     if is_text or HAS_OPTION.search(argument) or STARTS_VLLM.search(argument):
         return argument
     try:
+        if argument == "-":
+            return sys.stdin.read() if sys.stdin else ""  # it may be closed
         return Path(argument).read_text("utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: a null character in the name, or the text is not UTF-8
         problem = getattr(error, "strerror", None) or "is no file with UTF-8 text"

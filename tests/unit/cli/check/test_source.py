@@ -1,7 +1,10 @@
 """A configuration is read from JSON, a `vllm serve` line, and a YAML file."""
 
+import io
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -96,3 +99,14 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     """And nothing else is raised."""
     for given_text in (text, f"kv_connector: {text}", f"vllm serve m --kv-transfer-config {text}"):
         json.dumps([source.config for source in attempt("", parse, given_text)])
+
+
+@pytest.mark.parametrize(
+    ("stdin", "says"),
+    [(None, "the configuration is empty"), (io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"), "no file with UTF-8 text")],
+    ids=["closed", "not UTF-8"],
+)
+def test_stdin_that_cannot_be_read_is_an_error(stdin: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", stdin)
+    (source,) = read("-")
+    assert says in str(source.findings[0])
