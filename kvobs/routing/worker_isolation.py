@@ -21,7 +21,7 @@ from kvobs.vllm_api.hooks import HOOKS, Cadence
 _OPEN: frozenset[str] = frozenset()
 _STEP = frozenset(h.name for h in HOOKS.values() if h.cadence in (Cadence.STEP, Cadence.LAYER))
 _ALL = frozenset(HOOKS) - AT_ANY_TIME
-_LOADING = frozenset({"handle_preemptions", "start_load_kv", "wait_for_layer_load"})
+_LOADING = frozenset({"start_load_kv", "wait_for_layer_load"})
 _SAVING = frozenset({"save_kv_layer", "wait_for_save"})
 
 
