@@ -32,11 +32,6 @@ def unknown_hooks() -> list[str]:
     return sorted(hooks() - set(HOOKS) - set(INHERITED))
 
 
-def sleep_mode_hook(connector_class: Any) -> Callable[..., bool] | None:
-    """Return the class's ``supports_sleep_mode``, which vLLM has since 0.33."""
-    return getattr(connector_class, "supports_sleep_mode", None)
-
-
 def ignores_answers() -> bool:
     """Return whether vLLM asks about requests that read no cache, and ignores the answers, as 0.33; 0.30 loads."""
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -43,8 +43,8 @@ _SHORT = {
 class UnreadableError(ValueError):
     """Raised for a text that is not a configuration, or can't be read here: the finding has the reason."""
 
-    def __init__(self, kind: Kind, fix: str | None = None, **values: Any) -> None:
-        self.finding = kind.at("CONFIG", fix=fix, **values)
+    def __init__(self, kind: Kind, **values: Any) -> None:
+        self.finding = kind.at("CONFIG", **values)
         super().__init__(self.finding.found)
 
 

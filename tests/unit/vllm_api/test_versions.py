@@ -99,8 +99,6 @@ def test_fields_that_older_versions_lack_have_their_old_meaning() -> None:
     assert versions.block_state(SimpleNamespace(kv_connector_block_state=3)) == 3
     assert versions.chunks_of(SimpleNamespace(num_blocks=3)) == 3
     assert versions.chunks_of(SimpleNamespace(num_chunks=4, num_blocks=3)) == 4
-    assert versions.sleep_mode_hook(object) is None
-    assert versions.sleep_mode_hook(SimpleNamespace(supports_sleep_mode=bool)) is bool
 
 
 def test_before_030_the_current_configuration_has_the_layout() -> None:
