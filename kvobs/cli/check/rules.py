@@ -266,7 +266,7 @@ def _unknown_tiers(tiers: Any) -> Iterator[Finding]:
         return
     for i, tier in enumerate(tiers):
         kind, location = tier.get("type"), f"secondary_tiers[{i}]."
-        if known and kind not in known and not (kind and tier.get("module_path")):
+        if known and str(kind) not in known and not (kind and tier.get("module_path")):
             yield kinds.TIER.near(f"{location}type", str(kind), sorted(known))
         elif parameters := parameters_of(*known.get(str(kind), ("", ""))):
             names, required, takes_all = parameters

@@ -21,6 +21,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "size with a unit": ("OffloadingConnector", {"cpu_bytes_to_use": "10GB"}),
     "unknown spec": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "spec_name": "TieredOffloadingSpec"}),
     "spec of a strange kind": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "spec_name": ["x"]}),
+    "tier of a strange kind": (
+        "OffloadingConnector",
+        {"cpu_bytes_to_use": GIB, "spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": ["fs"]}]},
+    ),
     "threshold as text": ("OffloadingConnector", {"cpu_bytes_to_use": GIB, "store_threshold": "two"}),
     "size with a unit, simple": ("SimpleCPUOffloadConnector", {"cpu_bytes_to_use": "10GB"}),
 }
