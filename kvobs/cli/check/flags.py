@@ -18,6 +18,7 @@ from kvobs.vllm_api.versions import V2_RUNNER
 LAUNCHER, RAY, DYNAMO_VLLM = "launcher", "engine_kwargs", "dynamo.vllm"
 """The key among the options that names what starts the engine, and its values; without it `vllm serve` does."""
 SIZE = "kv-offloading-size"
+PORTS, GIB = 1 << 16, 1 << 30
 NIXL_PORT, _DYNAMO_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT", "DYN_SYSTEM_PORT"
 CONTAINER = "kvobs container"
 """A mark among the variables of an engine whose container has a network without Prometheus."""
@@ -103,7 +104,7 @@ def require_numbers(options: Mapping[str, Any]) -> None:
 def _is_size(value: Any) -> bool:
     """Return whether a value is one that vLLM takes as a size; True stands for an option without a value."""
     try:
-        return value is not True and 0 < float(value) < inf
+        return value is not True and 0 < float(value) * GIB < inf
     except (TypeError, ValueError, OverflowError):
         return False
 
@@ -122,7 +123,7 @@ def with_offloading(
     if options.get("kv-offloading-backend") != "lmcache":
         is_simple = environment.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "0") not in ("0", "")
         name = "SimpleCPUOffloadConnector" if is_simple else "OffloadingConnector"
-        extra["cpu_bytes_to_use"] = int(float(size) * (1 << 30))
+        extra["cpu_bytes_to_use"] = int(float(size) * GIB)
     path, by_variable = f"--{SIZE}", is_enabled({**os.environ, **environment})
     if config.get("kv_connector") == ROUTER and config.get("kv_connector_module_path") in OURS:
         if by_variable:
@@ -156,7 +157,7 @@ def flags_of(
         ports[int(beside.get("data-parallel-rpc-port", 29550))] = "--data-parallel-rpc-port"
     first = environment.get(NIXL_PORT, os.environ.get(NIXL_PORT, "5600"))
     has_nixl = first.isdecimal() and "Nixl" in str(config)
-    nixl = range(int(first), int(first) + engines) if has_nixl else range(0)
+    nixl = range(int(first), min(int(first) + engines, PORTS)) if has_nixl else range(0)
     ports |= dict.fromkeys(nixl, f"{NIXL_PORT} of NixlConnector")
     return Flags(
         is_on(options, "disable-log-stats"),

@@ -7,7 +7,7 @@ from vllm.entrypoints.cli import serve
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvobs.cli.check.flags import api_servers
+from kvobs.cli.check.flags import api_servers, flags_of
 from kvobs.cli.check.source import read
 
 
@@ -22,3 +22,14 @@ def test_there_are_as_many_api_servers_as_vllm_starts(line: str, monkeypatch: py
     serve.ServeSubcommand.cmd(given)
     (source,) = read(f"vllm serve m {line} --kv-transfer-config {{}}")
     assert api_servers(source.flags) == (given.api_server_count or 1)
+
+
+def test_ports_end_where_there_are_no_more() -> None:
+    """A slip in the number of engines takes no memory."""
+    flags = flags_of({"kv_connector": "NixlConnector"}, {"data-parallel-size": str(10**12)}, {}, given={}, taken={})
+    assert flags.nixl == range(5600, 65536)
+
+
+def test_an_offloading_size_that_is_infinite_in_bytes_is_refused() -> None:
+    (source,) = read("vllm serve m --kv-offloading-size 1e308")
+    assert "is not a number of GiB above 0" in str(source.findings[0])
