@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from typing import Annotated, Any, NoReturn
 
@@ -170,8 +170,11 @@ def _print(source: Source, result: CheckResult, out: Console, *, should_rewrite:
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set those variables of the engine that the check looks at."""
     before = dict(os.environ)
-    os.environ.update({k: v for k, v in variables.items() if _OF_CHECK.match(k) and not UNKNOWN.search(v)})
     try:
+        for name, value in variables.items():
+            if _OF_CHECK.match(name) and not UNKNOWN.search(value):
+                with suppress(ValueError):  # a process can't have this value
+                    os.environ[name] = value
         yield
     finally:
         os.environ.clear()

@@ -295,4 +295,4 @@ def _variables(given: Any) -> dict[Any, Any]:
     pairs = (each.partition("=") for each in _list(given) if isinstance(each, str))
     out = {name: value if equals else _VALUE_FROM for name, equals, value in pairs}
     named = (each for each in _list(given) if isinstance(each, dict) and each.get("name"))
-    return out | {each["name"]: each.get("value", _VALUE_FROM) for each in named}
+    return out | {str(each["name"]): each.get("value", _VALUE_FROM) for each in named}

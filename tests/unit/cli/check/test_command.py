@@ -78,6 +78,13 @@ def test_rewrite_prints_the_configuration_alone() -> None:
         assert any(line.startswith(f"error: {key}: ") for line in result.stderr.splitlines() for key in change)
 
 
+@pytest.mark.parametrize("value", ["\0", "\ud800"])
+def test_a_variable_that_no_process_can_have_is_left_out(value: str) -> None:
+    command = ["vllm", "serve", "m", "--kv-transfer-config", json.dumps(GOOD)]
+    result = run({"service": {"command": command, "env": {"KVOBS_EXPORTER": value}}})
+    assert result.stdout.splitlines()[-1].startswith("no errors")
+
+
 def test_stock_configuration_is_checked_as_it_would_be_in_kvobs() -> None:
     result = run("-", stdin=json.dumps(STOCK))
     assert result.exit_code == 0

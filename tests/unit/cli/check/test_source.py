@@ -110,3 +110,10 @@ def test_stdin_that_cannot_be_read_is_an_error(stdin: Any, says: str, monkeypatc
     monkeypatch.setattr(sys, "stdin", stdin)
     (source,) = read("-")
     assert says in str(source.findings[0])
+
+
+def test_a_variable_with_a_strange_name_is_none_of_the_engine() -> None:
+    env = "env: [{name: [A], value: b}, {name: KVOBS_ENABLE, value: '1'}]"
+    (source,) = parse(f"image: vllm\nargs: [--kv-transfer-config, '{TEXT}']\n{env}\n")
+    assert source.environment["KVOBS_ENABLE"] == "1"
+    assert source.config == CONFIG
