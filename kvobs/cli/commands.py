@@ -86,6 +86,8 @@ def main(
     ] = False,
 ) -> None:
     """See which KV connector served a vLLM request, and why a load was slow."""
+    if os.environ.get("COLUMNS") == "0":  # of a terminal without a size: rich would print nothing
+        del os.environ["COLUMNS"]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may have ASCII only

@@ -44,6 +44,11 @@ def test_help_has_examples_and_whole_names_at_80_columns(command: str) -> None:
     assert "\u2026" not in result.output
 
 
+def test_a_window_without_a_size_gets_the_usual_one() -> None:
+    result = CliRunner().invoke(cli.app, ["check", "{}"], env={"COLUMNS": "0"})
+    assert "error: kv_role: is missing" in result.output
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["check", "{}"], ["check", "{}", "--json"]])
 def test_a_full_disk_is_an_error_in_one_line(arguments: list[str]) -> None:
     """Click itself takes care of a closed pipe only."""
