@@ -240,7 +240,7 @@ def _write(
         typer.echo(text, nl=False)
         return
     try:
-        with output.open("x") as file:
+        with output.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         typer.echo(text, nl=False)  # or it would be lost

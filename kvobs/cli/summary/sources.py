@@ -124,7 +124,7 @@ def of_texts(paths: Sequence[Path]) -> list[ServerSums]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return path.read_text("utf-8", errors="replace")
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror}") from None
 

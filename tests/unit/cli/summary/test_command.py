@@ -1,7 +1,9 @@
 """`kvobs summary` as a person runs it: ways to ask, what it prints, its exit status."""
 
 import json
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,3 +184,12 @@ def test_texts_and_a_prometheus(tmp_path: Path) -> None:
     with web(lambda path: (200, answer)) as address:
         code, output, _ = run("--prometheus", address, "--from", "now-1h")
     assert (code, output.splitlines()[0], output.split()[3]) == (0, "tiny   60 min", "cpu")
+
+
+def test_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    name = "z\u00fcrich"
+    (tmp_path / "a.txt").write_text(f'kvobs_loads_total{{connector="{name}",outcome="ok"}} 3\n', "utf-8")
+    command = [sys.executable, "-c", "from kvobs.cli import app; app()", "summary", "a.txt", "--markdown", "-o", "b.md"]
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run(command, cwd=tmp_path, env=ascii_only, check=True, timeout=60)
+    assert name in (tmp_path / "b.md").read_text("utf-8")
