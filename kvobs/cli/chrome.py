@@ -14,6 +14,8 @@ import typer
 from kvobs.cli.output import count, fail
 from kvobs.clock import WALL_OFFSET
 from kvobs.export.load_traces import LoadTrace, Part
+from kvobs.page.description import process_name
+from kvobs.page.reader import Page
 
 FIRST_LANE = 10_000
 """Of the rows of requests and loads: below the connectors' rows."""
@@ -37,10 +39,16 @@ def write(events: Iterable[Event], zero_ns: int, path: Path) -> None:
     typer.echo(f"{path}: {count(number, 'event')}; open it at https://ui.perfetto.dev", err=True)
 
 
-def process_events(pid: int, name: str, order: int) -> Iterator[Event]:
-    """Yield what names the track of a process, and puts it in its place."""
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": order}}
+def order_of(rank: int | None) -> int:
+    """Return where a process is among the processes of its engine: the scheduler is the first."""
+    return -1 if rank is None else rank
+
+
+def process_events(page: Page, engine: str) -> Iterator[Event]:
+    """Yield what names the track of a process of an engine, and puts it in its place."""
+    name, order = f"{process_name(page.rank)}, pid {page.pid}, engine {engine}", order_of(page.rank)
+    yield {"ph": "M", "pid": page.pid, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": page.pid, "name": "process_sort_index", "args": {"sort_index": order}}
 
 
 def zero_of(begins: Iterable[int], loads: Iterable[LoadTrace]) -> int:

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvobs.cli import chrome
-from kvobs.cli.chrome import zero_of
 from kvobs.cli.output import clock, count, examples
 from kvobs.cli.pages import engine_name, wanted_pages
 from kvobs.cli.trace.reading import spans_in
@@ -155,18 +154,14 @@ def timeline(
 def _read(wanted: str | None) -> list[Process]:
     """Return the wanted processes, by engine, the scheduler first."""
     found = [Process(engine, page) for engine, page in wanted_pages(wanted)]
-    return sorted(found, key=lambda process: (process.engine, _order(process.page.rank), process.page.pid))
-
-
-def _order(rank: int | None) -> int:
-    return -1 if rank is None else rank
+    return sorted(found, key=lambda process: (process.engine, chrome.order_of(process.page.rank), process.page.pid))
 
 
 def _write(processes: Sequence[Process], trace: Path) -> None:
     loads = load_traces(spans_in((process.engine, process.page) for process in processes).found)
     begins = [record.begin_ns for process in processes for record in process.records[:1]]
     begins += [call.since_ns for process in processes for call in process.calls]
-    zero_ns = zero_of(begins, loads)
+    zero_ns = chrome.zero_of(begins, loads)
     pids = {(process.engine, process.page.rank): process.page.pid for process in processes}
     events = chain(*(_events(process, zero_ns) for process in processes), chrome.load_events(loads, pids, zero_ns))
     chrome.write(events, zero_ns, trace)
@@ -177,8 +172,8 @@ def _events(process: Process, zero_ns: int) -> Iterator[dict[str, Any]]:
 
     The calls of a layer hook in a step are one slice, which ends with the last of them.
     """
-    pid, name = process.page.pid, f"{process.name}, engine {process.engine_name}"
-    yield from chrome.process_events(pid, name, _order(process.page.rank))
+    pid = process.page.pid
+    yield from chrome.process_events(process.page, process.engine_name)
     rows: dict[str, int] = {}
     calls: list[CallRecord | Call] = [*process.records, *process.calls]
     for call in calls:

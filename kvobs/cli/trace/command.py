@@ -21,7 +21,6 @@ from kvobs.cli.trace.reading import spans_in
 from kvobs.cli.waterfall import tree
 from kvobs.export.load_traces import LoadTrace, load_traces
 from kvobs.export.texts import printable, took
-from kvobs.page.description import process_name
 
 AT_MOST = 10
 DAY_S = 86400
@@ -69,13 +68,7 @@ def trace(
     if chrome_file is not None:
         pids = {(engine, page.rank): page.pid for engine, page in here}
         zero_ns = chrome.zero_of([], loads)
-        tracks = [
-            event
-            for engine, page in here
-            for event in chrome.process_events(
-                page.pid, f"{process_name(page.rank)}, pid {page.pid}, engine {names[engine]}", (page.rank or 0) - 1
-            )
-        ]
+        tracks = [event for engine, page in here for event in chrome.process_events(page, names[engine])]
         chrome.write([*tracks, *chrome.load_events(loads, pids, zero_ns)], zero_ns, chrome_file)
     if as_json:
         typer.echo(json.dumps([load.as_dict() for load in loads], allow_nan=False))

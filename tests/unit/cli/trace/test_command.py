@@ -149,6 +149,8 @@ def test_a_chrome_trace_has_them_on_their_processes_tracks(pages: Pages, tmp_pat
     assert (code, f"{len(events)} events; open it at" in output.replace("\n", "")) == (0, True)
     names = [event["args"]["name"].split(",")[0] for event in events if event["name"] == "process_name"]
     assert names == ["scheduler", "rank 0", "rank 1"]
+    orders = [event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"]
+    assert orders == [-1, 0, 1]
     slices = [event for event in events if event["ph"] == "X"]
     assert min(event["ts"] for event in slices) == 0
     whole = next(event for event in slices if event["name"].startswith("request cmpl-8f56"))
