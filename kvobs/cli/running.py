@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from kvobs.cli import dashboards
 from kvobs.cli.scrapes import NO_METRICS, PLAIN, EndedError, parse_vllm, values_of
-from kvobs.cli.web import NoAnswerError, get, query_prometheus
+from kvobs.cli.web import NO_PROMETHEUS, NoAnswerError, get, query_prometheus
 from kvobs.export.connector_rows import ConnectorRow, server_row
 from kvobs.export.numbers import PREFIX, Numbers, Scrape
 from kvobs.export.texts import duration, printable, signed_amount
@@ -51,6 +51,7 @@ _STATES = {
 """By a connector's state: what is reported about it."""
 
 
+_PROMETHEUS = "give the address of a Prometheus, such as http://localhost:9090"
 _FIXES = {
     NO_METRICS: "give the exporter's address",
     EndedError: "see KvobsEngineEnded in the runbook, and `kvobs timeline` on that machine for the last calls; after "
@@ -112,7 +113,13 @@ def look(urls: Sequence[str], prometheus: str | None = None) -> LiveResult:
             found = f"found engine {engine} of {model} at {times} of these addresses: each of its numbers counts twice"
             result.warn("--server", found, "scrape one of them, unless they are different groups")
     if prometheus is not None:
-        _look_at_prometheus(result, prometheus.rstrip("/"), urls)
+        where = prometheus.rstrip("/")
+        try:
+            _look_at_prometheus(result, where, urls)
+        except NoAnswerError as error:
+            result.refuse(where, str(error), _PROMETHEUS)
+        except (AttributeError, LookupError, TypeError, ValueError):  # its answers have another form
+            result.refuse(where, NO_PROMETHEUS, _PROMETHEUS)
     return result
 
 
@@ -195,18 +202,14 @@ def _exemplars(url: str) -> int | None:
 
 def _look_at_prometheus(result: LiveResult, prometheus: str, urls: Sequence[str]) -> None:
     now = time.time()
-    try:
-        targets = query_prometheus(prometheus, "targets", state="active")["activeTargets"]
-        groups = query_prometheus(prometheus, "rules")["groups"]
-        flags = query_prometheus(prometheus, "status/flags")
-        doubled, bucketless = (
-            query_prometheus(prometheus, "query", query=query)["result"] for query in (_DOUBLED, _BUCKETLESS)
-        )
-        hour = {"start": f"{now - 3600:.0f}", "end": f"{now:.0f}"}
-        stored = query_prometheus(prometheus, "query_exemplars", query=_HISTOGRAM, **hour)
-    except NoAnswerError as error:
-        result.refuse(prometheus, str(error), "give the address of a Prometheus, such as http://localhost:9090")
-        return
+    targets = query_prometheus(prometheus, "targets", state="active")["activeTargets"]
+    groups = query_prometheus(prometheus, "rules")["groups"]
+    flags = query_prometheus(prometheus, "status/flags")
+    doubled, bucketless = (
+        query_prometheus(prometheus, "query", query=query)["result"] for query in (_DOUBLED, _BUCKETLESS)
+    )
+    hour = {"start": f"{now - 3600:.0f}", "end": f"{now:.0f}"}
+    stored = query_prometheus(prometheus, "query_exemplars", query=_HISTOGRAM, **hour)
     facts = result.facts[prometheus] = {}
     _look_at_rules(result, prometheus, facts, groups)
     _look_at_jobs(result, prometheus, facts, targets, urls)

@@ -22,6 +22,7 @@ Key = Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")]
 _IS_HERE = re.compile(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?")
 VLLM_PORT = 8000
 TIMEOUT_S = 10.0
+NO_PROMETHEUS = "is not a Prometheus server: its API gave an unexpected answer"
 AT_MOST = 64 * 2**20
 """Bytes of an answer: a hundred times the size of vLLM's."""
 
@@ -106,7 +107,7 @@ def query_prometheus(url: str, path: str, **query: str) -> Any:
         answer = json.loads(text)
         if answer["status"] == "success":
             return answer["data"]
-    raise NoAnswerError("is not a Prometheus server: its API gave an unexpected answer")
+    raise NoAnswerError(NO_PROMETHEUS)
 
 
 def _says(scheme: str, error: object) -> str:

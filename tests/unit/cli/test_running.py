@@ -286,8 +286,14 @@ def test_a_job_without_buckets_is_a_mistake(of_job: str, tmp_path: Path) -> None
     assert any("of job 'kvobs': durations are missing" in each.found for each in looked.mistakes) is bool(of_job)
 
 
-def test_another_server_than_a_prometheus_is_named(exporter: str) -> None:
-    with answering(200, "<html>") as url:
+OTHER_DATA = '{"activeTargets": [], "groups": [{"rules": [{}]}], "result": [{}]}'
+
+
+@pytest.mark.parametrize(
+    "body", ["<html>", *(f'{{"status": "success", "data": {data}}}' for data in ("null", "[]", OTHER_DATA))]
+)
+def test_another_server_than_a_prometheus_is_named(body: str, exporter: str) -> None:
+    with answering(200, body) as url:
         (mistake,) = look([exporter], url.removesuffix("/metrics")).mistakes
     assert mistake.found == "is not a Prometheus server: its API gave an unexpected answer"
 
