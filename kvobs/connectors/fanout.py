@@ -16,7 +16,7 @@ from kvobs.connectors.sub_connector import SubConnector
 from kvobs.log import log
 from kvobs.probe.pure import Call
 from kvobs.schema.signals import TIMED
-from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine, Hook
+from kvobs.vllm_api.hooks import HOOKS, Combine, Hook
 
 
 def hooks_of(
@@ -24,8 +24,8 @@ def hooks_of(
 ) -> dict[str, Call]:
     """Return the callable of each hook that this vLLM knows, and calls on the side that the connectors were built for.
 
-    A hook of layers is one of ``fan_outs``; another one is the method of the router's ``side``, or follows a general
-    rule. A hook without any of these is left to the class.
+    Hooks of layers are in ``fan_outs``. Another one follows a general rule, or is the method of the router's ``side``.
+    A hook without any of these is left to the class.
     """
     hooks: dict[str, Call] = {}
     for name, hook in TIMED.items():
@@ -34,10 +34,10 @@ def hooks_of(
             continue
         if name in fan_outs:
             hooks[name] = fan_outs[name]
-        elif rule is None and hasattr(side, name):
-            hooks[name] = getattr(side, name)
-        elif rule is not None and hook.cadence is not Cadence.LAYER:
+        elif rule is not None:
             hooks[name] = rule(hook, connectors)
+        elif hasattr(side, name):
+            hooks[name] = getattr(side, name)
     return hooks
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvobs.connectors.fanout import call_all, hooks_of
 from kvobs.connectors.sub_connector import SubConnector
+from kvobs.probe.layer_calls import ARGUMENTS
 from kvobs.probe.recorder import Recorder
 from kvobs.schema.signals import is_timed
 from kvobs.vllm_api.hooks import HOOKS, Cadence, Combine
@@ -26,7 +27,7 @@ def bound(*built: dict[str, Any], known: Any = HOOKS) -> Any:
     wrapper = SimpleNamespace(wrapped=wrapped)
     wrapper.recorder = Recorder(len(wrapped))
     wrapper.connectors = [SubConnector(i, f"c{i}", c, wrapper.recorder) for i, c in enumerate(wrapped)]
-    vars(wrapper).update(hooks_of(None, wrapper.connectors, {}, known))
+    vars(wrapper).update(hooks_of(None, wrapper.connectors, dict.fromkeys(ARGUMENTS, print), known))
     return wrapper
 
 
@@ -85,11 +86,11 @@ def test_call_all_returns_every_answer() -> None:
     assert call_all("reset_cache", bound({"reset_cache": True}, {"reset_cache": None}).connectors) == [True, None]
 
 
-def test_unknown_hooks_and_those_of_a_layer_are_left_alone() -> None:
+def test_unknown_hooks_are_left_alone_and_layer_hooks_given() -> None:
     wrapper = bound({}, known=HOOKS.keys() - {"finish_forward"})
     assert not hasattr(wrapper, "finish_forward")
     assert hasattr(wrapper, "wait_for_save")
-    assert not [h.name for h in HOOKS.values() if h.cadence is Cadence.LAYER and hasattr(wrapper, h.name)]
+    assert [getattr(wrapper, h.name) for h in HOOKS.values() if h.cadence is Cadence.LAYER] == [print, print]
 
 
 class Quiet:
