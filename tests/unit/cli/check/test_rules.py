@@ -4,7 +4,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from kvobs.cli.check import rules
 from kvobs.schema.config import PATH
@@ -95,6 +95,7 @@ KEYS = st.sampled_from([
 
 
 @given(st.sampled_from(CONNECTORS), st.dictionaries(KEYS, VALUES), st.booleans())
+@example("OffloadingConnector", {"secondary_tiers": [{"type": []}]}, True)
 def test_any_value_is_judged(connector: str, extra: dict[str, Any], has_tiers: bool) -> None:
     options = {**extra, **(TIERING if has_tiers else {})}
     found = rules.check_entries(config_of([entry_of(connector, options)]), is_stock=False)
