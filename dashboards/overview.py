@@ -190,7 +190,7 @@ def _connectors() -> Panel:
         About(
             "A row for each connector, the worst on top: state, failure share and durations are of its worst engine, "
             "all else is the sum of all engines.",
-            "Click a connector for its own board; 'States' in docs/boards.md has the limit of each state.",
+            "Click a connector for its own board; the runbook has the alert that belongs to its state.",
         ),
         {"connector": "Connector"},
         [

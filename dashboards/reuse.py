@@ -74,10 +74,10 @@ def _curve() -> Panel:
         f"max by (le, cache) ({of_connectors})",
     ]
     about = About(
-        "Share of the prompts' tokens that an LRU cache of each size would serve, and what vLLM's own cache, and it "
-        "with each connector of known size, did serve.",
+        "Share of the prompts' tokens that an LRU cache of each size would serve, and what vLLM's own cache served, "
+        "alone and with each connector of known size.",
         "Size a connector's memory by the step to the right of vLLM's bar; for a measured bar far below its "
-        "neighbours see docs/capacity.md.",
+        "neighbours see KvobsNeverServes in the runbook.",
     )
     panel = (
         board.Panel()
@@ -131,10 +131,10 @@ def _held() -> Panel:
     return lines(
         "Tokens in each store; its size (dashed)",
         About(
-            "Tokens that each medium of a connector holds, by its KV cache events, its size (dashed), and what stores "
-            "themselves report, each in its unit.",
-            "A store at its size evicts: see the panel to the right, and docs/capacity.md for connectors without such "
-            "events.",
+            "Tokens that each medium of a connector holds, by its KV cache events; its size (dashed); and what stores "
+            "themselves report, each in its own unit.",
+            "A full store evicts: see the panel to the right; a connector without such events shows only what its "
+            "store reports.",
         ),
         Query(SELECTION.gauge(signals.STORED_TOKENS, "connector", "medium"), "{{connector}} {{medium}}"),
         Query(SELECTION.gauge(signals.CAPACITY_TOKENS, "connector"), "{{connector}} size", dashed=True),
@@ -174,7 +174,7 @@ def _missed() -> Panel:
         About(
             "Prompt tokens per second that a connector was asked for and did not offer, by reason; an estimate of "
             "what this engine has seen.",
-            "For evicted enlarge the store, for the other reasons see 'Why was it a miss?' in docs/capacity.md.",
+            "With many evicted tokens enlarge the store; with not_stored ones see KvobsNeverServes in the runbook.",
         ),
         Query(SELECTION.rate(signals.MISSED_TOKENS, "connector", "reason"), "{{connector}} {{reason}}"),
         unit="short",

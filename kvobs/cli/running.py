@@ -58,6 +58,11 @@ _FIXES = {
     "SIGKILL look for the out-of-memory killer: `dmesg`, or the pod's last state",
 }
 """By the text or the class of an error."""
+_JOBS = {
+    "kvobs": "add a job of this name for kvobs's exporter, or without one for vLLM's /metrics/, with the slash",
+    "vllm": "add a job of this name for vLLM's /metrics",
+}
+"""The jobs that boards and alerts select, and how to add one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,7 @@ def look(urls: Sequence[str], prometheus: str | None = None) -> LiveResult:
     for (model, engine), times in engines.items():
         if times > 1:
             found = f"found engine {engine} of {model} at {times} of these addresses: each of its numbers counts twice"
-            result.warn("--server", found, "scrape one of them, unless they are different groups")
+            result.warn("--server", found, "give only one of them, unless they belong to different servers")
     if prometheus is not None:
         where = prometheus.rstrip("/")
         try:
@@ -151,10 +156,10 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
     }
     if exemplars is None:
         fix = "use the exporter; or scrape /metrics/, with the slash, of vLLM's server"
-        result.warn(url, "serves no OpenMetrics here, so that there are no exemplars", fix)
+        result.warn(url, "serves no OpenMetrics here, so there are no exemplars", fix)
     elif not exemplars and signals.SPANS_QUEUED.name in numbers.by_name:  # its exporter exports spans
-        fix = "see 'Exemplars' in docs/requests.md; there are none before the first traced load"
-        result.warn(url, "has no exemplars, and exports spans", fix)
+        fix = "there are none before the first traced load; if loads have ended since, check that requests are sampled"
+        result.warn(url, "exports spans, but has no exemplars", fix)
     if doubled := [name for name, times in series.items() if times > 1]:
         found = f"serves {len(doubled)} series more than once, such as {printable(doubled[0])[:200]}"
         result.refuse(url, found, "report it: Prometheus refuses such an answer")
@@ -220,13 +225,13 @@ def _look_at_prometheus(result: LiveResult, prometheus: str, urls: Sequence[str]
         labels = series["metric"]
         engine = f"engine {labels.get('engine', '?')} of {labels.get('instance', '?')}"
         found = f"has kvobs's metrics of {engine} {series['value'][1]} times: sums, and alerts, are doubled"
-        fix = "scrape kvobs_.* in one job only: see 'Scraping' in docs/metrics.md"
+        fix = "scrape kvobs_.* in one job only: drop it in the others with metric_relabel_configs"
         result.refuse(prometheus, printable(found), fix)
     for series in bucketless:
         found = (
             f"has no buckets of kvobs's histograms of job {series['metric'].get('job', '?')!r}: durations are missing"
         )
-        fix = "also set always_scrape_classic_histograms there, or drop no _bucket"
+        fix = "set always_scrape_classic_histograms: true in this job, and drop no series named *_bucket"
         result.refuse(prometheus, printable(found), fix)
 
 
@@ -266,10 +271,10 @@ def _look_at_jobs(
         jobs.setdefault(target.get("labels", {}).get("job", "?"), []).append(target)
     ups = {job: sum(target.get("health") == "up" for target in members) for job, members in jobs.items()}
     facts["jobs"] = ", ".join(f"{job} ({ups[job]} of {len(members)} up)" for job, members in sorted(jobs.items()))
-    for name in ("kvobs", "vllm"):
+    for name, fix in _JOBS.items():
         if name not in jobs:
             found = f"has no job {name!r}, which kvobs's boards and alerts select"
-            result.warn(where, found, "add it: see 'Scraping' in docs/metrics.md")
+            result.warn(where, found, fix)
         for target in jobs.get(name, ()):
             if target.get("health") == "down":  # it may be unknown until the first scrape
                 error = printable(str(target.get("lastError") or "down"))[:200]

@@ -85,7 +85,7 @@ _GIVE = "give the JSON of --kv-transfer-config, a vllm serve line, a file with e
 _LIMIT, _ALLOWED, _UNSET = "raise the limit, or lower cpu_bytes_to_use", "use an allowed value, or remove the option", "use an allowed value, or unset the variable"
 _LIST, _GIB = "list the connectors as objects", "such as 10737418240 for 10 GiB"
 _POD_IP = "set it to the pod's or container's address: in Kubernetes by a fieldRef to status.podIP"
-_OF_LMCACHE = "leave lmcacheConfig.enabled unset, and give vllmConfig.extraArgs a --kv-transfer-config that lists LMCacheConnectorV1 among its connectors: see 'vLLM production stack' in docs/deployment.md"
+_OF_LMCACHE = "leave lmcacheConfig.enabled unset, and give vllmConfig.extraArgs a --kv-transfer-config that lists LMCacheConnectorV1 among its connectors"
 _CHART = "the chart makes a --kv-transfer-config from lmcacheConfig, with LMCacheConnectorV1 alone, after any other"
 
 # --- the text
@@ -135,7 +135,7 @@ ROLES = Kind(WARNING, "roles", "roles in one engine", "found {found!r}, while {w
 SAME_CLASS = Kind(WARNING, "same-class", "classes under vLLM's router", "found a second {name}: vLLM's own MultiConnector keeps one set of metrics for a class, so the metrics of both are mixed, or the server fails if they differ", "route with kvobs, see --rewrite", router(CPU, CPU).replace('"kv_connector_module_path": "kvobs", ', ""), router(CPU, CPU))
 SIZE_WITHIN = Kind(WARNING, "size-within", "--kv-offloading-size", "has no effect next to kvobs's MultiConnector", "remove the flag", line(router(CPU), "KVOBS_ENABLE=1", "--kv-offloading-size 4"), line(router(CPU), "KVOBS_ENABLE=1"))
 SIZE_REPLACES = Kind(MISTAKE, "size-replaces", "--kv-offloading-size", "replaces this MultiConnector with {name}, which kvobs's module does not have", "remove the flag: the JSON has the sizes (cpu_bytes_to_use)", line(router(CPU), after="--kv-offloading-size 4"), line(router(CPU)))
-SIZE_MAKES = Kind(WARNING, "size-makes", "--kv-offloading-size", "vLLM makes {name} from it, instead of any kv_connector of --kv-transfer-config", "use the configuration that --rewrite prints in its place, or start vLLM with KVOBS_ENABLE=1", line(NIXL, after="--kv-offloading-size 4"), line(NIXL))
+SIZE_MAKES = Kind(WARNING, "size-makes", "--kv-offloading-size", "vLLM makes {name} from it, instead of any kv_connector of --kv-transfer-config", "replace the flag by the configuration that --rewrite prints, or start vLLM with KVOBS_ENABLE=1", line(NIXL, after="--kv-offloading-size 4"), line(NIXL))
 
 # --- options of kvobs
 
@@ -201,7 +201,7 @@ MEMORY = Kind(MISTAKE, "memory", "the container's memory", "found {limit}, while
 SHARED = Kind(MISTAKE, "shared-memory", "/dev/shm", "found {limit}, while OffloadingConnector keeps {shared:,} bytes there: vLLM refuses that", _LIMIT, f"docker run --shm-size 1m v m {K} '{tiers(type='fs', root_dir='/kv')}'", f"docker run --shm-size 2g v m {K} '{CPU}'")
 SHARED_PERHAPS = Kind(WARNING, "shared-memory-perhaps", "/dev/shm", f"{SHARED.says} on most GPUs", _LIMIT, f"docker run --shm-size 1m v m {K} '{CPU}'", f"docker run --shm-size 2g v m {K} '{CPU}'")
 PROMPT = Kind(WARNING, "prompt", "memory for one prompt", "{text}", "give it more, or lower --max-model-len", line(CPU).replace(" m ", " model "), line(CPU))
-IMAGE = Kind(WARNING, "image", "the image", "found {image}, which has no kvobs", "build one with it, or bring it in a volume: see 'Into the image' in docs/deployment.md", pod(router(CPU), image="vllm/vllm-openai"), pod(router(CPU)))
+IMAGE = Kind(WARNING, "image", "the image", "found {image}, which has no kvobs", "install kvobs's wheel in an image built from this one, or mount kvobs from a volume and set PYTHONPATH to it", pod(router(CPU), image="vllm/vllm-openai"), pod(router(CPU)))
 
 # --- other engines
 
@@ -225,7 +225,7 @@ TRACES_UNCOUNTED = Kind(MISTAKE, "traces-without-stats", "--otlp-traces-endpoint
 TRACES_OF_RUST = Kind(MISTAKE, "traces-of-rust", "--otlp-traces-endpoint", "VLLM_USE_RUST_FRONTEND is set: that front end refuses it", "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", line(router(CPU), "VLLM_USE_RUST_FRONTEND=1", "--otlp-traces-endpoint http://c"), line(router(CPU), after="--otlp-traces-endpoint http://c"))
 ENDPOINT = Kind(WARNING, "endpoint", "--otlp-traces-endpoint", "has neither a scheme nor a port", "write the collector's address, such as http://localhost:4317", line(router(CPU), after="--otlp-traces-endpoint collector"), line(router(CPU), after="--otlp-traces-endpoint http://c"))
 UNTRACED = Kind(WARNING, "untraced", "tracing", "found {level!r}, but nothing is traced: {why}", "start vLLM with --otlp-traces-endpoint, or set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", router(CPU, tracing={"level": "calls"}), router(CPU))
-DYNAMO_METRICS = Kind(WARNING, "dynamo-metrics", "NVIDIA Dynamo", "NVIDIA Dynamo serves only metrics that begin with vllm: or lmcache:; kvobs's are at its exporter, {where}", 'set kvobs.exporter to {{"host": "0.0.0.0"}}, and scrape its port: see docs/deployment.md', f"python3 -m dynamo.vllm --model m {K} '{router(CPU)}'", line(router(CPU)))
+DYNAMO_METRICS = Kind(WARNING, "dynamo-metrics", "NVIDIA Dynamo", "NVIDIA Dynamo serves only metrics that begin with vllm: or lmcache:; kvobs's are at its exporter, {where}", 'set kvobs.exporter to {{"host": "0.0.0.0"}}, and scrape its port', f"python3 -m dynamo.vllm --model m {K} '{router(CPU)}'", line(router(CPU)))
 DYNAMO_EVENTS = Kind(WARNING, "dynamo-events", "NVIDIA Dynamo", "NVIDIA Dynamo combines DynamoConnector's KV events with vLLM's only without MultiConnector: its router would see vLLM's events", "keep Dynamo's configuration if requests are routed by these events, or set DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR=0", f"python3 -m dynamo.vllm --model m {K} '{router(one('DynamoConnector'))}'", f"python3 -m dynamo.vllm --model m {K} '{router(CPU)}'")
 
 # --- what is not known

@@ -19,12 +19,12 @@ class Silence(Enum):
     UNANSWERED = (
         "%s loaded nothing for the first %d requests that ask for a remote prefill: this engine computes their "
         "prompts. Check the address that the prefill engine sends, the roles, connectors and block sizes of both "
-        "engines, and what the proxy passes on: see docs/prefill-decode.md"
+        "engines (kvobs check compares the engines of one file), and whether the proxy passes on kv_transfer_params"
     )
     UNASKED = (
         "%s only takes KV (kv_consumer), and the first %d requests ask for no remote prefill "
         "(do_remote_prefill in kv_transfer_params): this engine computes their prompts. Check that the proxy passes on "
-        "what the prefill engine returns: see docs/prefill-decode.md"
+        "the kv_transfer_params that the prefill engine returns"
     )
 
 

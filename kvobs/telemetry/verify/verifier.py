@@ -209,7 +209,8 @@ class Verifier:
             self._silent_until_ns[writer] = now_ns + SILENT_NS
             text = (
                 "connector %r %s on rank %d: %d of %d verified blocks of request %s differ from the blocks computed "
-                "for the same tokens, the first at token %d. Its answer may be wrong; see docs/verify.md%s"
+                "for the same tokens, the first at token %d. Its answer may be wrong; see KvobsCorruptLoads in the "
+                "runbook%s"
             )
             name, first = self._names[writer], min(position for _, position in wrong)
             log.error(text, name, did, self._rank, len(wrong), compared, line(load.request), first, why)

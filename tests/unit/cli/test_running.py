@@ -67,7 +67,7 @@ def test_facts_of_a_server_are_printed(exporter: str) -> None:
 def test_exemplars_are_missed_where_spans_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "get", lambda *_: Page(f"{SERIES}{SPANS_QUEUED.name} 0\n", OPENMETRICS))
     (warning,) = look(["http://x/metrics"]).warnings
-    assert warning.found == "has no exemplars, and exports spans"
+    assert warning.found == "exports spans, but has no exemplars"
 
 
 @pytest.mark.parametrize("reason", ["SIGKILL", ""])

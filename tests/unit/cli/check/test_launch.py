@@ -197,7 +197,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "the key on a single connector, enabled": (f"KVOBS_ENABLE=1 vllm serve m {K} '{KEYED}'", 1, ("which needs a MultiConnector around it, use the configuration that --rewrite prints; or remove this key",)),
     "the key on a misspelt router": (OURS.replace("MultiConnector", "MutliConnector"), 1, ("kv_connector: found 'MutliConnector', use 'MultiConnector'",)),
     "stock by its path": (f"KVOBS_ENABLE=1 vllm serve m {K} '{BY_PATH}'", 1, ("kv_connector_module_path: kvobs is not enabled: vLLM's own MultiConnector routes, use the configuration that --rewrite prints",)),
-    "stock image": (pod(f"args: {args(K, OURS)}").replace("image: v", "image: 'vllm/vllm-openai:v0.32.0'"), 1, ("image: found 'vllm/vllm-openai:v0.32.0', which has no kvobs, build one with it, or bring it in a volume: see 'Into the image' in docs/deployment.md",)),
+    "stock image": (pod(f"args: {args(K, OURS)}").replace("image: v", "image: 'vllm/vllm-openai:v0.32.0'"), 1, ("image: found 'vllm/vllm-openai:v0.32.0', which has no kvobs, install kvobs's wheel in an image built from this one, or mount kvobs from a volume and set PYTHONPATH to it",)),
     "stock image, enabled": (f"services: {{a: {{image: docker.io/vllm/vllm-openai, environment: [KVOBS_ENABLE=1], command: {args(K, STOCK)}}}}}\n", 1, ("image: found 'docker.io/vllm/vllm-openai', which has no kvobs", UNSET,)),
     "stock image with a volume": (pod(f"env: [{{name: PYTHONPATH, value: /packages}}], args: {args(K, OURS)}").replace("image: v", "image: vllm/vllm-openai"), 1, ()),
     "stock image without kvobs": (f"services: {{a: {{image: vllm/vllm-openai, command: {args(K, STOCK)}}}}}\n", 1, (STOCK_OFF, UNSET,)),

@@ -69,7 +69,7 @@ def test_requests_that_ask_in_vain_are_logged_once(only_takes: bool, caplog: pyt
         allocate(loads, f"s{number}")
     (line,) = caplog.messages
     assert line.startswith(UNANSWERED)
-    assert line.endswith("see docs/prefill-decode.md")
+    assert line.endswith("whether the proxy passes on kv_transfer_params")
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True}, "text"])
@@ -150,6 +150,6 @@ def test_engines_that_do_not_load_though_they_should_are_logged(
             a.offers[f"r{number}"] = KV
         engine.rig.add(f"r{number}", [number] * 64, max_tokens=1, **params)
         engine.step()
-    lines = [line for line in caplog.messages if "docs/prefill-decode.md" in line]
+    lines = [line for line in caplog.messages if "this engine computes their prompts" in line]
     assert len(lines) == bool(expected)
     assert expected in "".join(lines)

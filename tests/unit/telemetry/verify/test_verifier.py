@@ -188,7 +188,8 @@ def test_the_connector_that_reported_bad_blocks_is_blamed(rank: Rank, caplog: py
     assert [record.getMessage() for record in caplog.records] == [
         "connector 'two' wrote wrong bytes into blocks that connector 'one' loaded on rank 3: 1 of 1 verified blocks "
         "of request a differ from the blocks computed for the same tokens, the first at token 128. Its answer may be "
-        "wrong; see docs/verify.md. In this step it reported bad blocks of loads for which it was not chosen"
+        "wrong; see "
+        "KvobsCorruptLoads in the runbook. In this step it reported bad blocks of loads for which it was not chosen"
     ]
     rank.step(wrong)
     assert (rank.counted(0), rank.counted(1)) == ({"mismatch": 1}, {"mismatch": 1})
@@ -218,7 +219,7 @@ def test_connectors_that_had_a_hit_are_named_as_well(rank: Rank, caplog: pytest.
     rank.step(load(8, is_async=False)._replace(others=(1,)))
     assert (rank.counted(0), rank.counted(1)) == ({"mismatch": 1}, {})
     text = " Or a connector that also had a hit for this request wrote into these blocks: 'two'"
-    assert caplog.records[0].getMessage().endswith("see docs/verify.md." + text)
+    assert caplog.records[0].getMessage().endswith("see KvobsCorruptLoads in the runbook." + text)
 
 
 def test_a_received_block_that_is_overwritten_is_found(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +236,8 @@ def test_a_received_block_that_is_overwritten_is_found(rank: Rank, caplog: pytes
     assert caplog.records[-1].getMessage() == (
         "connector 'two' wrote wrong bytes into blocks that connector 'one' had loaded on rank 3: 1 of 3 verified "
         "blocks of request a differ from the blocks computed for the same tokens, the first at token 96. Its answer "
-        "may be wrong; see docs/verify.md. They were right when they arrived. Connectors that also had a hit for this "
+        "may be wrong; see "
+        "KvobsCorruptLoads in the runbook. They were right when they arrived. Connectors that also had a hit for this "
         "request: 'two'"
     )
     assert rank.verifier._wrong == {}
@@ -266,12 +268,14 @@ def test_wrong_blocks_are_logged_with_where_they_came_from(
         (
             logging.ERROR,
             "connector 'one' loaded wrong bytes on rank 3: 2 of 3 verified blocks of request bad\\n differ from the "
-            "blocks computed for the same tokens, the first at token 96. Its answer may be wrong; see docs/verify.md",
+            "blocks computed for the same tokens, the first at token 96. Its answer may be wrong; see "
+            "KvobsCorruptLoads in the runbook",
         ),
         (
             logging.ERROR,
             "connector 'one' loaded wrong bytes on rank 3: 1 of 1 verified blocks of request later differ from the "
-            "blocks computed for the same tokens, the first at token 80. Its answer may be wrong; see docs/verify.md",
+            "blocks computed for the same tokens, the first at token 80. Its answer may be wrong; see "
+            "KvobsCorruptLoads in the runbook",
         ),
     ]
 
