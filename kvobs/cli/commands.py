@@ -17,10 +17,10 @@ COMMANDS = {
     "demo": ("kvobs.demo.run:demo", "Run a demonstration on this CPU."),
     "top": ("kvobs.cli.top.live:top", "Show the connectors of running servers, live."),
     "summary": ("kvobs.cli.summary.command:summary", "Sum up what a run got from its connectors."),
-    "check": ("kvobs.cli.check.command:check", "Check a --kv-transfer-config before it starts."),
+    "check": ("kvobs.cli.check.command:check", "Check a --kv-transfer-config before vLLM starts."),
     "exporter": ("kvobs.cli.exporter:exporter", "Serve the metrics of the engines on this host."),
     "trace": ("kvobs.cli.trace.command:trace", "Show slow and failed loads as waterfalls."),
-    "timeline": ("kvobs.cli.timeline:timeline", "Show what an engine's processes are in, or died in."),
+    "timeline": ("kvobs.cli.timeline:timeline", "Show the current or last call of each engine process."),
     "dashboards": ("kvobs.cli.dashboards:app", "Export dashboards, alerts and runbook."),
 }
 """Name -> module and function, or group of commands, and the line in the list of commands.

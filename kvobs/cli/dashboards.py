@@ -65,10 +65,7 @@ def export_dashboards(
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Threshold of alerts; repeatable.")
     ] = None,
 ) -> None:
-    """Write Grafana boards, Prometheus rules, Kubernetes manifests, stack settings and the runbook to a folder.
-
-    Example: kvobs dashboards export DIR --grafana https://grafana.example.org --label release=monitoring
-    """
+    """Write Grafana boards, Prometheus rules, Kubernetes manifests, stack settings and the runbook to a folder."""
     try:
         lists = [values or () for values in (label, namespace, threshold)]
         settings = SiteSettings(grafana, runbook, job, cluster, *lists)
@@ -230,7 +227,7 @@ def _choose_thresholds(chosen: Sequence[str], known: Mapping[str, Mapping[str, A
         is_right, allowed = number >= 0, "NUMBER"
         if name == "slow_load_s":
             nearest = sorted(sorted(_BOUNDS, key=lambda bound: abs(bound - number))[:2])
-            is_right, allowed = number in _BOUNDS, f"a bound of their buckets, such as {nearest[0]} or {nearest[1]}"
+            is_right, allowed = number in _BOUNDS, f"a bucket bound, such as {nearest[0]} or {nearest[1]}"
         elif "share" in meaning:
             is_right, allowed = 0 < number < 1, "a number above 0 and below 1"
         elif is_whole:

@@ -17,7 +17,7 @@ from kvobs.schema.verdicts import RUNBOOK
 
 EXAMPLES = examples(
     "kvobs exporter                        the engines of the server that runs here",
-    "kvobs exporter --host 0.0.0.0         reached from other machines: a sidecar",
+    "kvobs exporter --host 0.0.0.0         reachable from other machines, as a sidecar",
 )
 
 
@@ -36,7 +36,7 @@ def exporter(
 ) -> None:
     """Serve kvobs's metrics, and export its spans, from the shared memory of the engines on this host.
 
-    It runs as the engines' user, and sees the same /dev/shm. It waits for a server, and after its end for the next one.
+    Run it as the engines' user, with the same /dev/shm. It waits for a server, and when that ends, for the next one.
     """
     try:
         options = ExporterOptions(

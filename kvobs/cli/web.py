@@ -18,7 +18,7 @@ from kvobs.export.texts import printable
 
 CaCert = Annotated[str | None, typer.Option(metavar="FILE", help="CA certificate that verifies the server, for https.")]
 Cert = Annotated[str | None, typer.Option(metavar="FILE", help="Client certificate, for https.")]
-Key = Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")]
+Key = Annotated[str | None, typer.Option(metavar="FILE", help="Key of the client certificate.")]
 _IS_HERE = re.compile(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?")
 VLLM_PORT = 8000
 TIMEOUT_S = 10.0

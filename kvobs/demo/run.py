@@ -90,7 +90,7 @@ Examples:
 def demo(
     *,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the server; 0 picks a free one.")] = 0,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the server running until Ctrl-C, and its folder.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Run until Ctrl-C, and keep the server's folder.")] = False,
     requests: Annotated[int, typer.Option(min=16, max=10_000, help="Approximate number of requests to send.")] = 96,
     host: Annotated[str, typer.Option(help="Address to listen on: 127.0.0.1 or 0.0.0.0.")] = "127.0.0.1",
     repeat: Annotated[bool, typer.Option("--repeat", help="Repeat the load until Ctrl-C; requires --keep.")] = False,

@@ -1,1 +1,1 @@
-"""Check a ``--kv-transfer-config`` before it starts: `kvobs check`."""
+"""Check a ``--kv-transfer-config`` before vLLM starts: `kvobs check`."""

@@ -36,7 +36,7 @@ _WIDE = 1000  # columns of a pipe: tables take what they need
 
 Config = Annotated[
     str | None,
-    typer.Argument(help="The JSON, a vllm serve line, a file with either or YAML with engines in it, or - for stdin."),
+    typer.Argument(help="The JSON, a vllm serve line, a file with either or with engines in YAML, or - for stdin."),
 ]
 
 EXAMPLES = examples(
@@ -53,10 +53,10 @@ def check(
     config: Config = None,
     *,
     server: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="Look at a running server or its exporter instead.")
+        list[str] | None, typer.Option(metavar="URL", help="Check a running server or its exporter; repeatable.")
     ] = None,
     prometheus: Annotated[
-        str | None, typer.Option(metavar="URL", help="Look at this Prometheus: jobs, rules, exemplars.")
+        str | None, typer.Option(metavar="URL", help="Check this Prometheus: jobs, rules, exemplars.")
     ] = None,
     should_rewrite: Annotated[
         bool, typer.Option("--rewrite", help="Print only the configuration, changed to use kvobs.")
@@ -65,7 +65,7 @@ def check(
         bool, typer.Option("--deep", help="Import vLLM and the connectors' classes, which takes seconds.")
     ] = False,
     place: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="Of a file with several engines, the one at this place.")
+        str | None, typer.Option(metavar="PLACE", help="In a file with several engines, check only this one.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     is_verbose: Annotated[
@@ -80,8 +80,8 @@ def check(
 ) -> None:
     """Check a --kv-transfer-config and name every error in it; or look at running servers and their Prometheus.
 
-    Of a line or a file with engines, vLLM's other options and the engines' variables are read too. Exit status 1 if
-    there is an error, a problem of a server, or nothing that --rewrite could print.
+    In a command line or a file with engines, it also reads vLLM's other options and the engines' environment
+    variables. Exit status 1: there is an error, a server has a problem, or --rewrite cannot print a configuration.
     """
     if (config is None) == (not server and prometheus is None):
         raise typer.BadParameter("give either the configuration, or --server and/or --prometheus", param_hint="CONFIG")

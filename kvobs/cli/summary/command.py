@@ -38,17 +38,17 @@ from kvobs.page import files
 
 PROMETHEUS_PORT = 9090
 NONE_HERE = (
-    "found no engine that runs, in {}: run this as the engine's user, on its machine, and in its container; or name "
+    "found no running engine in {}: run this as the engine's user, on its machine, and in its container; or name "
     "the address of a server with --engine"
 )
 _BEHIND = "kvobs.command"
 
 EXAMPLES = examples(
-    "kvobs summary -- vllm bench serve ...        of a benchmark of engines here",
-    "kvobs summary --for 10m                      of the next ten minutes",
-    "kvobs summary --engine gpu-1 --since-start   of a server, named as for top",
-    "kvobs summary before.txt after.txt           of two texts of /metrics",
-    "kvobs summary --json -o a.json -- COMMAND    kept, and compared later:",
+    "kvobs summary -- vllm bench serve ...        during a benchmark",
+    "kvobs summary --for 10m                      for the next ten minutes",
+    "kvobs summary --engine gpu-1 --since-start   since that server's start",
+    "kvobs summary before.txt after.txt           between two saved texts",
+    "kvobs summary --json -o a.json -- COMMAND    saved, then compared:",
     "kvobs summary --compare a.json -- COMMAND",
 )
 
@@ -75,28 +75,28 @@ def summary(
     *,
     engine: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Address of a server, as kvobs top takes it; repeatable. Default: all here."),
+        typer.Option(
+            metavar="URL", help="Address of a server, as for kvobs top; repeatable. Default: all on this host."
+        ),
     ] = None,
-    for_: Annotated[str | None, typer.Option("--for", metavar="TIME", help="Wait this long: 90s, 10m, 2h.")] = None,
-    since_start: Annotated[bool, typer.Option("--since-start", help="All since the engines' start.")] = False,
-    prometheus: Annotated[str | None, typer.Option(metavar="URL", help="Read a Prometheus, with --from.")] = None,
+    for_: Annotated[str | None, typer.Option("--for", metavar="TIME", help="Count for so long: 90s, 10m, 2h.")] = None,
+    since_start: Annotated[bool, typer.Option("--since-start", help="Count all since the engines' start.")] = False,
+    prometheus: Annotated[str | None, typer.Option(metavar="URL", help="Read this Prometheus; needs --from.")] = None,
     from_: Annotated[
         str | None, typer.Option("--from", metavar="TIME", help="ISO 8601, Unix time, now, or now-2h.")
     ] = None,
     to: Annotated[str, typer.Option(metavar="TIME", help="The same.")] = "now",
-    compare: Annotated[Path | None, typer.Option(metavar="JSON", help="Show the differences to this summary.")] = None,
+    compare: Annotated[Path | None, typer.Option(metavar="JSON", help="Compare with this saved summary.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Write Markdown.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to a new file.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a new file.")] = None,
     cacert: CaCert = None,
     cert: Cert = None,
     key: Key = None,
 ) -> None:
-    """Sum up what each connector did during a command, for some time, or since the start: one table.
+    """Sum up in one table what each connector did during a command, for some time, or since the start.
 
-    The exit status is that of the command.
+    The exit status is the command's.
     """
     use_certificates(cacert, cert, key)
     command: list[str] | None = ctx.meta.get(_BEHIND)
@@ -138,12 +138,12 @@ def _check(ways: Mapping[str, bool], command: list[str] | None, texts: Sequence[
     """Raise ``BadParameter`` unless one way is asked for, and wholly."""
     asked = [way for way, is_asked in ways.items() if is_asked]
     if len(asked) != 1:
-        found = f"found {' and '.join(asked)}" if asked else "found none"
-        raise typer.BadParameter(f"{found}; give one of {', '.join(ways)}", param_hint="WHAT")
+        found = f"found {' and '.join(asked)}; " if asked else ""
+        raise typer.BadParameter(f"{found}give one of {', '.join(ways)}")
     if command == []:
-        raise typer.BadParameter("there is no command behind --", param_hint="COMMAND")
+        raise typer.BadParameter("there is no command after --", param_hint="COMMAND")
     if len(texts) > 2:  # noqa: PLR2004
-        raise typer.BadParameter(f"found {len(texts)} files; give two, or the last one", param_hint="BEFORE AFTER")
+        raise typer.BadParameter(f"found {len(texts)} files; give two, or AFTER alone", param_hint="BEFORE AFTER")
     if engine and texts:
         raise typer.BadParameter("has no effect on saved texts", param_hint="--engine")
 
@@ -170,11 +170,11 @@ def _live(engine: Sequence[str], command: Sequence[str] | None, wait_s: float | 
         return summed(None, before), 0
     if command is not None:
         if not before:
-            warn("no engine runs here yet: those that the command starts are counted")
+            warn("no engine runs here yet: engines that the command starts are counted")
         status = run(command, source.look)
         time.sleep(SETTLE_S)
     else:
-        typer.echo(f"counting for {duration(wait_s)}; Ctrl-C ends it earlier", err=True)
+        typer.echo(f"counting for {duration(wait_s)}; Ctrl-C stops earlier", err=True)
         wait(wait_s or 0.0, source.look)
     try:
         source.look()

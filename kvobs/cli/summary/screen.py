@@ -95,7 +95,7 @@ def heading(server: ServerSums) -> str:
     if server.vllm_version:
         parts.append(f"vLLM {server.vllm_version}, kvobs {server.kvobs_version}")
     if server.restarted:
-        parts.append("it was started again meanwhile: the numbers since then")
+        parts.append("it restarted during the run: the numbers since then")
     if server.ended:
         parts.append(server.ended)
     return "   ".join(parts)
@@ -108,7 +108,7 @@ def notes(server: ServerSums) -> Iterator[str]:
     if server.prompt_tokens is not None:
         yield source_line(server.prompt_tokens)
     else:
-        yield "Where all prompt tokens came from is not known: vLLM's own metrics could not be read."
+        yield "Where the prompt tokens came from is unknown: vLLM's own metrics could not be read."
     for row in server.connectors:
         if missed := sum(row.missed_tokens.values()):
             parts = sorted(row.missed_tokens.items(), key=lambda item: -item[1])
@@ -197,7 +197,7 @@ class Picture:
         names = {new.server for _, new in found}
         for server in self.servers:
             if server.server not in names:
-                lines = ["The summary before has no server of this name."]
+                lines = ["The earlier summary has no server of this name."]
                 yield heading(server), grid(server), [*lines, *notes(server)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -45,8 +45,8 @@ def trace(
     ] = None,
     connector: Annotated[str | None, typer.Option(metavar="NAME", help="Only loads of this connector.")] = None,
     since: Annotated[str | None, typer.Option(metavar="TIME", help="Only loads of the last 90s, 10m, 2h.")] = None,
-    newest: Annotated[bool, typer.Option("--newest", help="The newest first instead of the slowest.")] = False,
-    at_most: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Show this many.")] = AT_MOST,
+    newest: Annotated[bool, typer.Option("--newest", help="Show the newest first, not the slowest.")] = False,
+    at_most: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Show at most this many.")] = AT_MOST,
     chrome_file: Annotated[
         Path | None,
         typer.Option("--chrome", metavar="FILE", help="Also write all for https://ui.perfetto.dev; .gz compresses."),
@@ -55,7 +55,7 @@ def trace(
 ) -> None:
     """Show the slow and failed loads of the engines on this host: the request, its lookup, the load, its ranks.
 
-    Nothing has to be turned on: they are kept in the engine's pages, also of requests that are not sampled.
+    Nothing has to be switched on: engines keep these loads in shared memory, also of requests that are not sampled.
     """
     begin_s = time.time() - seconds_of(since, "--since") if since is not None else 0.0
     here = wanted_pages(wanted)
@@ -95,7 +95,7 @@ def _none_such(loads: Sequence[LoadTrace]) -> str:
     """Return what there is in place of what was asked for."""
     by_connector = {load.connector: sum(one.connector == load.connector for one in loads) for load in loads}
     there = ", ".join(f"{n:,} of {name}" for name, n in by_connector.items())
-    return f"found no such load; there are slow or failed ones: {there}"
+    return f"no slow or failed load matches; there are {there}"
 
 
 def heading(load: LoadTrace, engine: str, now_s: float) -> Text:
@@ -113,7 +113,7 @@ def _print(
 ) -> None:
     console, now_s = Console(highlight=False, markup=False), time.time()
     if not loads:
-        console.print(f"No load{of_time} was slow (option slow_load_ms), or has failed.")
+        console.print(f"No load{of_time} was slow (option slow_load_ms) or failed.")
     for load in loads[:at_most]:
         console.print(tree(heading(load, names[load.engine], now_s), load.parts), "")
     if loads:

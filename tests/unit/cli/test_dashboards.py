@@ -223,7 +223,7 @@ def test_the_command_takes_all_of_it(tmp_path: Path) -> None:
         (
             "--threshold",
             "slow_load_s=3",
-            "use slow_load_s=a bound of their buckets, such as 2.828427125 or 3.363585661 (",
+            "use slow_load_s=a bucket bound, such as 2.828427125 or 3.363585661 (",
         ),
         ("--threshold", "slow_load_s=64", "such as 45.254833996 or 53.817370576 (p99 of load durations"),
         ("--threshold", "failed_share=1", "failed_share=a number above 0 and below 1 (share of loads that failed"),

@@ -37,11 +37,11 @@ def run(*arguments: object, columns: int = 100) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "found none; give one of -- COMMAND, --for, --since-start, BEFORE AFTER"),
+        ([], "Invalid value: give one of -- COMMAND, --for, --since-start, BEFORE AFTER"),
         (["--since-start", "--for", "1s"], "found --for and --since-start; give one of"),
         (["--for", "x"], "found 'x'; use a number with s, m, h or d"),
-        (["--"], "there is no command behind --"),
-        (["a", "b", "c"], "found 3 files; give two, or the last one"),
+        (["--"], "there is no command after --"),
+        (["a", "b", "c"], "found 3 files; give two, or AFTER alone"),
         (["a", "b", "--engine", "x"], "has no effect on saved texts"),
         (["--since-start", "--engine", "a b"], "'a b' is not a server address"),
         (["--since-start", "--from", "now"], "need each other"),
@@ -63,7 +63,7 @@ def test_what_can_not_be_asked_is_named(arguments: list[str], says: str) -> None
 def test_without_an_engine_the_reasons_are_named(arguments: list[str], folder: Path) -> None:
     code, _, errors = run(*arguments)
     assert code == 1
-    assert f"found no engine that runs, in {folder}: run this as the engine's user" in errors
+    assert f"found no running engine in {folder}: run this as the engine's user" in errors
 
 
 def hits(n: int, status: int) -> list[str]:
@@ -110,8 +110,8 @@ def test_the_options_behind_the_dashes_are_the_commands() -> None:
 def test_without_an_engine_a_command_keeps_status_and_reason() -> None:
     code, _, errors = run("--", sys.executable, "-c", "raise SystemExit(5)")
     assert code == 5
-    assert "warning: no engine runs here yet: those that the command starts are counted" in errors
-    assert "found no engine that runs" in errors
+    assert "warning: no engine runs here yet: engines that the command starts are counted" in errors
+    assert "found no running engine" in errors
     assert run("--", sys.executable, "-c", "")[0] == 1
     code, _, errors = run("--", "no-such-command-x")
     assert (code, "no-such-command-x can't be run: No such file or directory" in errors) == (127, True)
@@ -135,7 +135,7 @@ def test_for_some_time() -> None:
     pages = Pages(None)
     pages.add(HIT, 5)
     code, output, errors = run("--for", "0.1s")
-    assert (code, "counting for 100 ms; Ctrl-C ends it earlier" in errors) == (0, True)
+    assert (code, "counting for 100 ms; Ctrl-C stops earlier" in errors) == (0, True)
     assert ["lookups", "0", "0"] in [line.split() for line in output.splitlines()]
 
 

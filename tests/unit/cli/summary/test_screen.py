@@ -84,9 +84,9 @@ def test_a_failure_is_red_and_nothing_else() -> None:
 def test_what_is_not_known_is_named() -> None:
     quiet = ServerSums("gpu-1:9464", "llama", restarted=True)
     assert printed(Picture([quiet]), 120).split("\n")[0] == (
-        "gpu-1:9464   llama   it was started again meanwhile: the numbers since then"
+        "gpu-1:9464   llama   it restarted during the run: the numbers since then"
     )
-    assert "Where all prompt tokens came from is not known" in printed(Picture([quiet]), 120)
+    assert "Where the prompt tokens came from is unknown" in printed(Picture([quiet]), 120)
     ended = replace(quiet, restarted=False, ended="its engine has ended: SIGKILL")
     assert printed(Picture([ended])).startswith("gpu-1:9464   llama   its engine has ended: SIGKILL\n")
     assert "No connector has any numbers." in printed(Picture([quiet]))
@@ -119,7 +119,7 @@ def test_differences_have_their_size() -> None:
         assert line in " ".join(text.split()), text
     assert "| **cpu** |  |  |  |\n| lookups | 48 | 96 | +48 (+100 %) |\n" in Picture([SERVER], [old]).markdown()
     other = [replace(old, server="one"), replace(old, server="two")]
-    assert "The summary before has no server of this name." in printed(Picture([SERVER], other))
+    assert "The earlier summary has no server of this name." in printed(Picture([SERVER], other))
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=4).filter(any))

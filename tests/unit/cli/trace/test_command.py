@@ -115,12 +115,12 @@ def test_what_is_not_there_is_named(folder: Path) -> None:
     assert run() == (1, run()[1])
     assert f"found no page of an engine's process in {folder}" in run()[1].replace("\n", "")
     pages = Pages(None)
-    assert run() == (0, "No load was slow (option slow_load_ms), or has failed.")
+    assert run() == (0, "No load was slow (option slow_load_ms) or failed.")
     pages.write(SLOW, FAILED)
     for arguments in (["--id", "x"], ["--connector", "x"]):
         code, output = run(*arguments)
-        assert (code, output) == (1, "found no such load; there are slow or failed ones: 1 of remote, 1 of cpu")
-    assert run("--since", "1s") == (0, "No load of the last 1s was slow (option slow_load_ms), or has failed.")
+        assert (code, output) == (1, "no slow or failed load matches; there are 1 of remote, 1 of cpu")
+    assert run("--since", "1s") == (0, "No load of the last 1s was slow (option slow_load_ms) or failed.")
     code, output = run("--since", "x")
     assert (code, "found 'x'; use a number with s, m, h or d" in " ".join(output.replace("│", "").split())) == (2, True)
 
