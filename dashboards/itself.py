@@ -15,7 +15,7 @@ _ENGINE = "{{instance}} engine {{engine}}"
 _EXPORTER = "{{instance}} {{exporter}}"
 
 _OR_OF_NONE = replace(SELECTION, connector='connector=~"$connector|"')
-"""An engine that the out-of-memory killer ended may have been in no connector's call."""
+"""The out-of-memory killer may end an engine outside any connector's call."""
 
 
 def itself() -> Board:

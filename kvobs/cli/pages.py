@@ -22,7 +22,7 @@ def wanted_pages(wanted: str | None) -> list[tuple[str, Page]]:
     if not (here := list(pages())):
         raise fail(
             f"found no page of an engine's process in {files.folder()}: run this as the engine's user, on its machine, "
-            "and in its container; the pages of an engine that ended well are gone"
+            "and in its container; an engine that exits cleanly leaves no page"
         )
     found = [each for each in here if wanted is None or wanted == str(each[1].pid) or each[0].startswith(wanted)]
     if not found:

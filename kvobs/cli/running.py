@@ -40,13 +40,13 @@ _DOUBLED = f"count by (instance, engine, model_name) ({signals.BUILD_INFO.name})
 _BUCKETLESS = f"group by (job) ({signals.LOOKUPS.name}) unless group by (job) ({signals.CALL_DURATION.name}_bucket)"
 _STATES = {
     CORRUPT.name: "loaded {:,.0f} blocks with wrong bytes since the engine's start",
-    QUARANTINED.name: "is in quarantine: new requests do without it",
-    FAILING.name: "fails: {:.0%} of its loads and exceptions since the engine's start",
+    QUARANTINED.name: "is in quarantine: new requests are served without it",
+    FAILING.name: "fails: {:.0%} of its loads, exceptions included, since the engine's start",
     SLOW.name: "is slow: since the engine's start the p99 of its loads is {:.3g} s",
     THRASHING.name: "thrashes: since the engine's start prompts asked again for {:.0%} of what it evicted, and it "
     "loaded less than that",
-    UNSERVED.name: "never serves: nothing was loaded from it since the engine's start, and prompts repeat that vLLM's "
-    "own cache no longer has",
+    UNSERVED.name: "never serves: nothing was loaded from it since the engine's start, although prompts repeat after "
+    "vLLM's own cache has evicted them",
 }
 """By a connector's state: what is reported about it."""
 

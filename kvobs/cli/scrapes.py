@@ -23,7 +23,7 @@ class EndedError(NoAnswerError):
 
 
 NO_METRICS = (
-    f"no {PREFIX}* metrics at this address: if the exporter runs, it serves them at its own port "
+    f"no {PREFIX}* metrics here: if the exporter runs, it serves them at its own port "
     f"({ExporterOptions.model_fields['port'].default} by default); otherwise check that kvobs is enabled"
 )
 _OF_VLLM = {RUNNING, WAITING, f"{TTFT}_bucket", PROMPT_TOKENS}

@@ -16,7 +16,7 @@ from kvobs.schema.options import ExporterOptions
 
 PLACES = 64
 """Connections at a time; where all are taken, the oldest of the address with the most is closed for a new one."""
-OPEN_TO_ALL = "every client that reaches it can read them, because it uses neither TLS nor authentication"
+OPEN_TO_ALL = "every client that reaches the port can read the metrics, because it has neither TLS nor authentication"
 LESS_OPEN = "set kvobs.exporter.web_config, or let only Prometheus reach the port"
 
 

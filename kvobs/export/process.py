@@ -270,7 +270,7 @@ class Exporter:
             return
         log.info("kvobs's metrics are at %s", self._url())
         if options.web_config is None and is_reached_from_elsewhere(options.host):
-            log.warning("kvobs's metrics at port %d: %s. Fix: %s", port, OPEN_TO_ALL, LESS_OPEN)
+            log.warning("kvobs's metrics are open at port %d: %s. Fix: %s", port, OPEN_TO_ALL, LESS_OPEN)
 
     # What is served
 

@@ -40,7 +40,7 @@ _SYMBOLS = {Severity.NONE: "-", Severity.GOOD: "✓", Severity.WARNING: "!", Sev
 _NOT_HERE = {"run, wait, TTFT", "telemetry, errors in it"}
 _VALUES: dict[str, Callable[[float], str]] = {
     "corrupt_blocks": lambda n: f"{amount(n)} blocks",
-    "failing_share": lambda share: f"{percent(share)} of its loads and exceptions",
+    "failing_share": lambda share: f"{percent(share)} of its loads, exceptions included",
     "scheduler_share": lambda share: f"{percent(share)} of the scheduler's time",
     "load_p99": lambda seconds: f"load p99 {duration(seconds)}",
     "thrash_share": lambda share: f"prompts ask again for {percent(share)} of what it evicts",

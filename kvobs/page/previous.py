@@ -91,4 +91,4 @@ def described(end: End) -> str:
     where = process_name(end.rank)
     if end.connector:
         return f" in {end.hook} of connector {end.connector!r} on {where}: {end.reason}"
-    return f", in no connector's call ({where}: {end.reason})"
+    return f" outside any connector's call ({where}: {end.reason})"

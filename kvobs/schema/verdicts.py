@@ -30,22 +30,24 @@ HANGS = State(
     "Hangs",
     # A loaded request may wait for others that compute: only where nothing does, a resume has an age here.
     {"call": 10, "lookup": 15, "load": 15, "awaiting_schedule": 15},
-    "a call takes {call} s; a lookup or load takes {load} s, or a resume while nothing is computed",
+    "a call takes {call} s, a lookup or load {load} s, or a resume {awaiting_schedule} s while nothing is computed",
 )
 CORRUPT = State("Corrupt", {"corrupt_blocks": 1}, "it loaded a block whose bytes differ from the computed ones")
-QUARANTINED = State("Quarantined", {"quarantined": 1}, "not used for new requests")
-FAILING = State("Failing", {"failing_share": 0.05}, "{failing_share:.0%} or more of its loads and exceptions")
+QUARANTINED = State("Quarantined", {"quarantined": 1}, "it gets no new requests")
+FAILING = State(
+    "Failing", {"failing_share": 0.05}, "{failing_share:.0%} or more of its loads fail, exceptions included"
+)
 BLOCKING = State(
     "Blocks steps",
     {"scheduler_share": 0.1},
-    "{scheduler_share:.0%} or more of the scheduler's time, without mere polls",
+    "calls into it take {scheduler_share:.0%} or more of the scheduler's time; short polls do not count",
 )
 POLL_S = 0.01
 """Seconds. While requests wait and nothing is computed, the scheduler polls: shorter calls block no step then."""
 SLOW = State(
     "Slow",
     {"load_p99": 1},  # a bound of the histogram
-    "load p99 of {load_p99} s or more",
+    "the p99 of its loads is {load_p99} s or more",
     Severity.WARNING,
 )
 THRASHING = State(

@@ -424,8 +424,8 @@ def test_each_connector_of_each_engine_has_its_verdict(served: str) -> None:
 
 PROBLEMS = [
     "problem: {}: connector cpu loaded 1 blocks with wrong bytes since the engine's start.",
-    "problem: {}: connector absent is in quarantine: new requests do without it.",
-    "problem: {}: connector flaky is in quarantine: new requests do without it.",
+    "problem: {}: connector absent is in quarantine: new requests are served without it.",
+    "problem: {}: connector flaky is in quarantine: new requests are served without it.",
     "problem: {}: connector near hangs: load for 29 s.",
 ]
 

@@ -91,9 +91,10 @@ def check(
     out = Console(stderr=True) if should_rewrite else _console(is_quiet=as_json)
     sources = read(config)
     if place is not None:
-        places = ", ".join(source.location or "''" for source in sources)
-        sources = [source for source in sources if source.location == place]
-        sources = sources or [Source(findings=(kinds.NO_PLACE.at("CONFIG", location=place, locations=places),))]
+        places = ", ".join(source.location for source in sources)
+        fix = None if places else "leave out --place: this is a single configuration"
+        missing = kinds.NO_PLACE.at("CONFIG", fix=fix, location=place, locations=places)
+        sources = [source for source in sources if source.location == place] or [Source(findings=(missing,))]
     given = {
         "disable-log-stats": disable_log_stats,
         "otlp-traces-endpoint": otlp_traces_endpoint,

@@ -143,9 +143,14 @@ def slow(recorder: Recorder) -> None:
 @pytest.mark.parametrize(
     ("record", "gauges", "mistakes", "warnings"),
     [
-        (lambda _: None, {(0, QUARANTINED): 1}, ["connector cpu is in quarantine: new requests do without it"], []),
+        (
+            lambda _: None,
+            {(0, QUARANTINED): 1},
+            ["connector cpu is in quarantine: new requests are served without it"],
+            [],
+        ),
         (corrupt, {}, ["connector cpu loaded 2 blocks with wrong bytes since the engine's start"], []),
-        (failing, {}, ["connector cpu fails: 25% of its loads and exceptions since the engine's start"], []),
+        (failing, {}, ["connector cpu fails: 25% of its loads, exceptions included, since the engine's start"], []),
         (
             slow,
             {},

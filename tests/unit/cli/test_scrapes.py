@@ -77,7 +77,7 @@ def test_vllms_own_metrics_are_none_where_they_are_malformed() -> None:
     ("status", "body", "says"),
     [
         (404, "", "answered 404 Not Found"),
-        (200, "vllm:x 1\n<html>", "no kvobs_. metrics at this address: .* at its own port .9464 .*; otherwise check"),
+        (200, "vllm:x 1\n<html>", "no kvobs_. metrics here: .* at its own port .9464 .*; otherwise check"),
         (200, "kvobs_loads_total 1\nkvobs_engine_up 0\n", "its engine has ended"),
         (200, 'kvobs_engine_ended{connector="a",hook="f",reason="SEGV"} 1\n', "has ended in f of connector a: SEGV"),
         (200, 'kvobs_engine_up 0\nkvobs_engine_ended{reason="exit 1"} 1\n', "its engine has ended: exit 1"),

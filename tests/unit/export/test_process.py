@@ -688,7 +688,7 @@ def test_a_port_that_cannot_be_had_is_tried_again(
     assert server.mock_calls == [call("0.0.0.0", 7, mine._text, mine._health, None, status=mine._status.html)] * (
         tries + 1
     )
-    assert "kvobs's metrics at port 7: every client" in caplog.messages[-1]
+    assert "kvobs's metrics are open at port 7: every client" in caplog.messages[-1]
 
 
 # The process

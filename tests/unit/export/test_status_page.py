@@ -93,7 +93,7 @@ def test_what_fires_is_what_top_judges_with_the_worst_first() -> None:
     assert re.findall(r"Quarantined peer|Failing disk|Slow remote", fires) == [
         "Quarantined peer", "Failing disk", "Slow remote",
     ]  # fmt: skip
-    assert "% of its loads and exceptions" in fires
+    assert "% of its loads, exceptions included" in fires
     assert "load p99" in fires
     for alert in ("KvobsConnectorQuarantined", "KvobsConnectorFailing", "KvobsLoadsSlow"):
         assert f"{RUNBOOK}#{alert.lower()}" in page.addresses

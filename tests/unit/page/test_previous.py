@@ -199,5 +199,5 @@ def test_a_fault_in_the_search_does_not_cost_the_engine_its_page(
 
 
 def test_an_end_outside_of_calls_is_described_as_such() -> None:
-    assert described(End("", "", None, "SIGKILL")) == ", in no connector's call (scheduler: SIGKILL)"
+    assert described(End("", "", None, "SIGKILL")) == " outside any connector's call (scheduler: SIGKILL)"
     assert described(End("a", "get_finished", 2, "exit 1")) == " in get_finished of connector 'a' on rank 2: exit 1"

@@ -189,6 +189,10 @@ def test_rewrite_prints_each_engine_by_its_place_or_one() -> None:
         "found no engine at c. Fix: give one of: a, b, or start vLLM with KVOBS_ENABLE=1, which needs no --rewrite."
         in other.stderr
     )
+    alone = CliRunner().invoke(app, ["check", NIXL, "--place", "c"])
+    assert "found no engine at c. Fix: leave out --place: this is a single configuration." in " ".join(
+        alone.output.split()
+    )
     part = CliRunner().invoke(app, ["check", text.replace(json.dumps(NIXL), '"$KV"'), "--rewrite"])
     assert (part.exit_code, [*json.loads(part.stdout)]) == (1, ["b"])
     assert "a\n\nunknown: CONFIG: --kv-transfer-config has $KV" in part.stderr

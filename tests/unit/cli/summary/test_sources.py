@@ -121,7 +121,7 @@ def test_saved_texts(tmp_path: Path) -> None:
     assert (server.server, server.seconds, server.connectors[0].loads) == ("after.txt", None, 7)
     assert of_texts(paths[1:])[0].connectors[0].loads == 10
     paths[0].write_text("hello")
-    with pytest.raises(ValueError, match=r"before.txt: no kvobs_\* metrics at this address"):
+    with pytest.raises(ValueError, match=r"before.txt: no kvobs_\* metrics here"):
         of_texts(paths)
     with pytest.raises(ValueError, match=r"gone.txt can't be read: No such file"):
         of_texts([tmp_path / "gone.txt"])
