@@ -30,7 +30,7 @@ def exporter(
     *,
     otlp_metrics: Annotated[bool, typer.Option("--otlp-metrics", help="Also send the metrics by OTLP.")] = False,
     request_ids: Annotated[
-        bool, typer.Option("--request-ids", help="Show request ids on the status page also to other machines.")
+        bool, typer.Option("--request-ids", help="Show request ids on the status page to every client.")
     ] = False,
     runbook: Annotated[str, typer.Option(metavar="URL", help="Address of your copy of the runbook.")] = RUNBOOK,
 ) -> None:

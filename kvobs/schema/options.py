@@ -65,8 +65,8 @@ class VerifyOptions(_Strict):
 
     sample_ratio: Annotated[float, Field(gt=0, le=1, strict=True)] | None = Field(
         default=None,
-        description="compares this part of the blocks that connectors load with the bytes that vLLM computed for "
-        "the same tokens; 0.01 costs little, 1 finds every wrong block",
+        description="compares this share of the loaded blocks with the bytes that vLLM computed for "
+        "the same tokens; 0.01 costs little, 1 compares every block",
     )
     on_mismatch: Literal["report", "recompute"] = Field(
         default="report",
@@ -98,12 +98,12 @@ class ExporterOptions(_Strict):
         "it can require client certificates",
     )
     otlp_metrics: StrictBool = Field(
-        default=False, description="also sends the metrics by OTLP, as the OTEL_EXPORTER_OTLP_* variables configure it"
+        default=False, description="also sends the metrics by OTLP, configured by the OTEL_EXPORTER_OTLP_* variables"
     )
     request_ids: StrictBool = Field(
         default=False,
-        description="shows request ids on the [status page](exporter.md#status-page) also to other machines; on a "
-        "loopback address they are always shown",
+        description="shows request ids on the [status page](exporter.md#status-page) to every client; by default only "
+        "to clients of a loopback address without a proxy",
     )
     runbook: Annotated[StrictStr, AfterValidator(_web_address)] = Field(
         default=RUNBOOK, description="links the status page to this copy of the runbook"
@@ -175,7 +175,7 @@ class Options(_Strict):
     )
     link_gbps: Mapping[StrictStr, Positive] = Field(
         default={},
-        description="states the speed of a connector's links, by its name: in Gbit/s, like a NIC, for all ranks of an "
+        description="sets the speed of a connector's links, by its name: in Gbit/s, like a NIC, for all ranks of an "
         "engine together. Dashboards and an alert compare loads with it",
     )
     best_effort: tuple[StrictStr, ...] = Field(
@@ -187,7 +187,7 @@ class Options(_Strict):
     )
     best_effort_slow_ms: Positive = Field(
         default=1000,
-        description="counts a longer call into a best-effort connector within the scheduler's step as a failure",
+        description="counts a longer call of the scheduler's step into a best-effort connector as a failure",
     )
     tracing: TracingOptions = Field(default=TracingOptions(), description="OpenTelemetry spans")
     verify: VerifyOptions = Field(default=VerifyOptions(), description="comparison of loaded bytes")

@@ -81,31 +81,35 @@ def _speed(number: float) -> str:
 
 
 MEASURES = (
-    Measure("lookups", "lookups", _count, "requests that it has answered, or that timed out: each counts once", True),
-    Measure("hits", "hits", _count, "of these, requests for which it had tokens"),
-    Measure("hit_share", "hit share", percent, "hits of the lookups", True),
-    Measure("pending", "not yet", _count, "requests to which it has answered 'not yet' at least once"),
+    Measure("lookups", "lookups", _count, "requests that the connector answered or that timed out, each once", True),
+    Measure("hits", "hits", _count, "lookups for which it had tokens"),
+    Measure("hit_share", "hit share", percent, "hits divided by lookups", True),
+    Measure("pending", "not yet", _count, "requests that it answered with 'not yet' at least once"),
     Measure("timeouts", "timed out", _count, "lookups that the option `lookup_timeout_ms` ended"),
     Measure("not_read", "not read", _count, "requests whose answer vLLM ignores, as for `prompt_logprobs`"),
-    Measure("offered_tokens", "tokens offered", _count, "what it could have loaded, once a request", True),
-    Measure("lost_tokens", "  lost to a shorter offer", _count, "of these, beyond the offer of the chosen connector"),
-    Measure("loaded_tokens", "tokens loaded", _count, "without failed loads", True),
+    Measure("offered_tokens", "tokens offered", _count, "tokens that it could have loaded, once per request", True),
+    Measure("lost_tokens", "  lost to a shorter offer", _count, "offered tokens beyond the chosen connector's offer"),
+    Measure("loaded_tokens", "tokens loaded", _count, "tokens of successful loads", True),
     Measure("loaded_bytes", "bytes loaded", _bytes, "over all ranks"),
-    Measure("bytes_per_s", "speed of a load", _speed, "bytes loaded by the time of the loads"),
-    Measure("loads", "loads", _count, "that ended well", True),
-    Measure("failed_loads", "loads failed", _count, "their tokens were computed, or the request failed", True),
-    Measure("aborted_loads", "loads aborted", _count, "the request ended first"),
-    Measure("corrupt_blocks", "blocks with wrong bytes", _count, "by [verify](verify.md), over all ranks"),
-    Measure("exceptions", "exceptions", _count, "out of calls into the connector"),
-    Measure("load_p50_s", "load p50", duration, "of loads that ended well, within 10 %"),
+    Measure("bytes_per_s", "speed of a load", _speed, "bytes loaded divided by the durations of the loads"),
+    Measure("loads", "loads", _count, "successful loads", True),
+    Measure("failed_loads", "loads failed", _count, "their tokens were recomputed, or their requests failed", True),
+    Measure("aborted_loads", "loads aborted", _count, "their requests ended first"),
+    Measure("corrupt_blocks", "blocks with wrong bytes", _count, "found by [verify](verify.md), over all ranks"),
+    Measure("exceptions", "exceptions", _count, "raised by the connector"),
+    Measure("load_p50_s", "load p50", duration, "of successful loads, within 10 %"),
     Measure("load_p99_s", "load p99", duration, "the same"),
     Measure("load_mean_s", "load mean", duration, "exact"),
-    Measure("load_stall_s", "steps waited for loads", duration, "over all ranks: each request in such a step waits"),
+    Measure(
+        "load_stall_s", "steps waited for loads", duration, "summed over ranks; every request in such a step waits"
+    ),
     Measure("save_stall_s", "steps waited for saves", duration, "the same for saves"),
-    Measure("estimated_loads", "loads with an estimate", _count, "the next two are of these"),
+    Measure("estimated_loads", "loads with an estimate", _count, "loads that the next two rows cover"),
     Measure("saved_s", "  time saved", duration, "what computing their tokens would have taken"),
     Measure("waited_s", "  time paid", duration, "how long their requests waited for them"),
-    Measure("scheduler_s", "time in the scheduler", duration, "in calls into it: no step is scheduled meanwhile", True),
+    Measure(
+        "scheduler_s", "time in the scheduler", duration, "time in calls into it; no step is scheduled meanwhile", True
+    ),
 )
 """All numbers, in their order."""
 
