@@ -65,7 +65,8 @@ def check(
         bool, typer.Option("--deep", help="Import vLLM and the connectors' classes, which takes seconds.")
     ] = False,
     place: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="In a file with several engines, check only this one.")
+        str | None,
+        typer.Option(metavar="PLACE", help="In a file with several engines, check only the one with this heading."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     is_verbose: Annotated[
