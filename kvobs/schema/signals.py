@@ -159,8 +159,8 @@ SLOW_CALLS = Signal(
 )
 LOOKUPS = Signal(
     "kvobs_lookups_total",
-    "Lookups by outcome, each once per request, also late answers. not_read: vLLM ignores the answer, as for "
-    "prompt_logprobs and pooling.",
+    "Lookups by outcome, once per request and outcome; late answers count as well. not_read: vLLM ignores the answer, "
+    "as for prompt_logprobs and pooling.",
     {"outcome": ("hit", "miss", "pending", "timeout", "not_read")},
 )
 LOOKUP_DELAY = Signal(
@@ -171,18 +171,18 @@ LOOKUP_DELAY = Signal(
 OFFERED_TOKENS = Signal("kvobs_offered_tokens_total", "Tokens offered by the connector, once per request (tokens).")
 ADMITTED_TOKENS = Signal(
     "kvobs_admitted_tokens_total",
-    "Tokens that vLLM decided to load from the connector, again after a preemption (tokens).",
+    "Tokens that vLLM decided to load from the connector; they count again after a preemption (tokens).",
 )
 HIT_TOKENS = Signal(
     "kvobs_hit_tokens_total",
     "Tokens that vLLM decided to load, by the tier in which the connector holds them; unspecified: it reports no "
-    "tier. Not after a preemption, without vLLM's stat logging, and before vLLM 0.33 (tokens).",
+    "tier. Needs vLLM 0.33 and its stat logging; loads after a preemption do not count (tokens).",
     {"source": ("host", "p2p", "disk", "unspecified")},
 )
 UNUSED_HIT_TOKENS = Signal(
     "kvobs_unused_hit_tokens_total",
     "Tokens offered but not loaded (tokens). other_chosen: beyond the shorter offer of the chosen connector; "
-    "below_minimum: in an offer below min_tokens; declined by kvobs; not_taken by vLLM; not_allocated: the request "
+    "below_minimum: in an offer below min_tokens; declined: by kvobs; not_taken: by vLLM; not_allocated: the request "
     "ended before the load; aborted: it ended during the load.",
     {"reason": ("other_chosen", "below_minimum", "declined", "not_taken", "not_allocated", "aborted")},
 )
@@ -306,8 +306,8 @@ STUCK_TRANSFERS = Signal(
 )
 UNEXPECTED_REPORTS = Signal(
     "kvobs_unexpected_reports_total",
-    "Reports about a load or save that the connector does not own. An end is ignored; a failure or bad blocks count "
-    "for the open load.",
+    "Reports about a load or save that is not the connector's. A report of its end is ignored; a failure or bad "
+    "blocks count for the open load.",
     {"kind": ("load", "failure", "save", "blocks")},
 )
 VERIFIED_BLOCKS = Signal(

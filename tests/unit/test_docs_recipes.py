@@ -52,11 +52,11 @@ ANSWERS = {
     "Which share of loads fails?": (0.1, 0.25),
     "How many bytes a second are loaded?": (100, 20),
     "Does loading pay?": (0.1, -0.1),
-    "Of how many loads is that gain?": (0.5, 1),
+    "Which share of loads does that gain cover?": (0.5, 1),
     "Which offered tokens are lost to a shorter offer?": (0, 0.1),
-    "Who is slow?": (0.3, 1.3),
+    "Which connector is slow?": (0.3, 1.3),
     "Which rank comes last?": (1, 1),
-    "Who holds blocks?": (96, 16),
+    "Which connector holds blocks?": (96, 16),
     "What hangs?": (None, 40),
 }
 
