@@ -37,7 +37,7 @@ CADENCES = {
 }
 COMBINED = {
     Combine.EACH: "every connector is called",
-    Combine.GUARDED: "every connector is called, also after one raised",
+    Combine.GUARDED: "every connector is called, even after one has raised",
     Combine.ANY: "true if it is for one connector",
     Combine.ALL: "true if it is for every connector",
     Combine.CHAIN: "all connectors' items, one after the other",
@@ -45,11 +45,11 @@ COMBINED = {
 }
 
 CONDITIONS = {
-    "EngineEnded": "an engine ended without having been asked to",
+    "EngineEnded": "an engine ended unexpectedly",
     "CallHangs": "an engine has been in one call into a connector for more than {call_age_s s}",
     "RequestsNotResumed": "a loaded request has waited for more than {load_age_s s}, and no step computes anything",
     "EnginesFailingRequests": "more than {failed_share %} of a connector's loads fail, and their requests with them, "
-    "on more than {failing_engines %} of a cluster's loading engines, at least {few_failing_engines}",
+    "on more than {failing_engines %} of a cluster's loading engines, and on at least {few_failing_engines}",
     "RequestsFailing": "as `KvobsConnectorFailing`, and the requests fail (`kv_load_failure_policy` `fail`)",
     "FailedSyncLoads": "a synchronous load failed: other connectors may have saved its blocks",
     "LoadsHideFailures": "NIXL or Mooncake counts failures, and no load has failed in 15 minutes",
@@ -57,30 +57,30 @@ CONDITIONS = {
     "StuckTransfers": "a rank has not reported loads or saves that other ranks have finished",
     "LoadUnfinished": "a load has been in progress for more than {load_age_s s}",
     "EnginesFailing": "as `KvobsEnginesFailingRequests`, but the tokens are recomputed",
-    "ConnectorFailing": "more than {failed_share %} of a connector's loads fail, at least {few_failed} in 15 minutes, "
-    "or all of at least 3 in 6 hours",
+    "ConnectorFailing": "more than {failed_share %} of a connector's loads fail, at least {few_failed} in 15 minutes; "
+    "or all of at least 3 loads in 6 hours",
     "ConnectorBlocksEngine": "calls into a connector took more than {blocked_share %} of the scheduler's last 90 s",
     "ConnectorBlocksScheduler": "calls into a connector take more than {scheduler_share %} of the scheduler's time",
     "LookupUnanswered": "a connector has answered a lookup 'not yet' for more than {lookup_age_s s}",
     "ConnectorQuarantined": "a best-effort connector was in quarantine for most of the last 5 minutes",
     "ConnectorErrors": "a connector raised an exception",
-    "LoadsSlow": "most loads of 2 minutes, or 1 in 100 for 10 of 15 minutes, take more than {slow_load_s s}, and "
-    "{slow_load_s_per_1k_tokens s} per 1000 tokens, of at least {few_loads} in 5 minutes",
-    "LoadsSlowed": "loads take more than {slowed_times} times as long per token as a day ago, and more than 0.1 s, of "
-    "at least {few_loads} in 5 minutes",
-    "LoadsBelowLink": "loads use at most {link_share %} of a connector's links (`link_gbps`), at least {few_transfers} "
-    "in 15 minutes",
+    "LoadsSlow": "most loads of 2 minutes, or 1 in 100 for 10 of 15 minutes, take more than {slow_load_s s} and "
+    "{slow_load_s_per_1k_tokens s} per 1000 tokens; at least {few_loads} loads in 5 minutes",
+    "LoadsSlowed": "loads take more than {slowed_times} times as long per token as a day ago, and more than 0.1 s; "
+    "at least {few_loads} loads in 5 minutes",
+    "LoadsBelowLink": "loads use less than {link_share %} of a connector's links (`link_gbps`); at least "
+    "{few_transfers} loads in 15 minutes",
     "SaveBacklog": "a promised save has held blocks for more than {save_age_s s}",
-    "KvEventsStopped": "a connector that had events for routers has no event of a stored block in 15 minutes, with "
-    "{few_transfers} saves",
+    "KvEventsStopped": "a connector that sent KV cache events finished at least {few_transfers} saves in 15 minutes "
+    "without an event of a stored block",
     "SlowestRank": "one rank is the slowest more often than its fair share, by more than {rank_lead %} of the "
-    "transfers and by {rank_skew_s s} on average, of at least {few_transfers} in 15 minutes",
-    "LoadsDontPay": "more than {slower_share %} of a connector's loads take longer than computing, of at least "
-    "{few_loads} in 5 minutes",
-    "StoreTooSmall": "prompts ask again for more than {thrash_share %} of the tokens that a connector evicts, at least "
-    "{few_tokens} a second; not with several media",
-    "UnusedHitTokens": "more than {unused_hit_share %} of the tokens that a connector offers are computed, of at least "
-    "{few_tokens} a second",
+    "transfers and by {rank_skew_s s} on average; at least {few_transfers} transfers in 15 minutes",
+    "LoadsDontPay": "more than {slower_share %} of a connector's loads take longer than computing; at least "
+    "{few_loads} loads in 5 minutes",
+    "StoreTooSmall": "prompts ask again for more than {thrash_share %} of the tokens that a connector evicts; at least "
+    "{few_tokens} evicted tokens a second; not with several media",
+    "UnusedHitTokens": "more than {unused_hit_share %} of the tokens that a connector offers are computed; at least "
+    "{few_tokens} offered tokens a second",
     "NeverServes": f"nothing was loaded in {UNSERVED_H} hours from a connector that stores, while more than "
     "{loadable_share %} of the prompts' tokens, at least {few_tokens} a second, were used before and are no longer in "
     "vLLM's own cache",
