@@ -21,15 +21,16 @@ from tests.engine.serving import eventually
 from tests.support.probes import counts
 
 DROPPED = signals.slot(signals.REQUEST_LOG_DROPPED)
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 Start = Callable[..., RequestLog]
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Start logs that write every few milliseconds; they end with the test."""
+    """Start logs that write every few milliseconds, and to the end on a busy machine; they end with the test."""
     monkeypatch.setattr(request_log, "EVERY_S", 0.005)
+    monkeypatch.setattr(request_log, "CLOSING_S", 100)
     started: list[RequestLog] = []
 
     def begin(output: LogFile | Stderr | Path, recorder: Recorder | None = None) -> RequestLog:
@@ -60,7 +61,7 @@ class Stuck(Stderr):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.has_begun.set()
-        self.is_settled.wait(30)
+        self.is_settled.wait(100)
 
 
 def test_lines_are_appended_in_order_with_the_last_at_the_end(start: Start, tmp_path: Path) -> None:
@@ -138,10 +139,7 @@ def test_no_link_is_followed(start: Start, tmp_path: Path, caplog: pytest.LogCap
     assert not (tmp_path / "theirs").exists()
 
 
-def test_a_pipe_that_nobody_reads_is_waited_for_by_nobody(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request_log, "CLOSING_S", 60)  # the thread may wait for a core, too
+def test_a_pipe_that_nobody_reads_is_waited_for_by_nobody(start: Start, tmp_path: Path) -> None:
     path, recorder = tmp_path / "pipe", Recorder(1)
     os.mkfifo(path)
     log = start(path, recorder)
@@ -180,7 +178,7 @@ CUT = """
 import resource, sys, time
 from kvobs.telemetry.requests import request_log
 from kvobs.probe.recorder import Recorder
-request_log.EVERY_S = 0.01
+request_log.EVERY_S, request_log.CLOSING_S = 0.01, 100
 resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
 log = request_log.RequestLog(request_log.LogFile(sys.argv[1]), Recorder(1))
 for n in range(5):
@@ -196,7 +194,7 @@ log.close()
 def test_a_line_that_was_cut_is_completed(tmp_path: Path) -> None:
     """As on a full disk, once there is space again."""
     path = tmp_path / "log"
-    subprocess.run([sys.executable, "-c", CUT, path], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", CUT, path], check=True, timeout=200)
     assert numbers(path) == [0, 1, 5]
 
 
@@ -214,7 +212,7 @@ print(log._queue.empty())
 """
 
 
-def writer(path: Path | str = "", name: str = "0", closing_s: float = 40.0) -> list[str]:
+def writer(path: Path | str = "", name: str = "0", closing_s: float = 100.0) -> list[str]:
     """The command of a process that writes 2000 lines; it ends at once when all are written."""
     return [sys.executable, "-c", WRITER, str(path), name, str(closing_s)]
 
@@ -222,14 +220,14 @@ def writer(path: Path | str = "", name: str = "0", closing_s: float = 40.0) -> l
 def test_engines_may_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
     writers = [subprocess.Popen(writer(path, str(i))) for i in range(3)]
-    assert [process.wait(50) for process in writers] == [0, 0, 0]
+    assert [process.wait(200) for process in writers] == [0, 0, 0]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for i in range(3):
         assert [line["n"] for line in lines if line["of"] == str(i)] == list(range(2000))
 
 
 def test_lines_on_stderr_have_nothing_before_them() -> None:
-    ran = subprocess.run(writer(), capture_output=True, timeout=50, check=True)
+    ran = subprocess.run(writer(), capture_output=True, timeout=200, check=True)
     assert [json.loads(line)["n"] for line in ran.stderr.splitlines()] == list(range(2000))
 
 
@@ -243,7 +241,7 @@ def test_a_full_output_delays_neither_the_engine_nor_its_end(is_named: bool, tmp
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"False\n", "it did not write all"
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     os.close(reader)
 
 
@@ -251,7 +249,7 @@ def test_handing_over_waits_for_no_write(start: Start) -> None:
     stuck, recorder = Stuck(), Recorder(1)
     log = start(stuck, recorder)
     put(log, 0)
-    assert stuck.has_begun.wait(20)
+    assert stuck.has_begun.wait(60)
     put(log, *range(WAITING_AT_MOST + 7))
     assert counts(recorder) == {DROPPED: 7}
     stuck.is_settled.set()
@@ -265,7 +263,7 @@ def test_the_end_waits_shortly(
     stuck, recorder = Stuck(), Recorder(1)
     log = start(stuck, recorder)
     put(log, 0)
-    assert stuck.has_begun.wait(20)
+    assert stuck.has_begun.wait(60)
     put(log, *range(1, lines))
     log.close()
     assert counts(recorder) == {DROPPED: lines}
