@@ -18,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from kvobs.export.process import lock_of, serve
+from kvobs.export.totals import FRESH_S
 from kvobs.page import files, writer
 from kvobs.page.description import Identity
 from kvobs.page.layout import ORDINARY, URGENT
@@ -150,14 +151,14 @@ class Writing:
     They are written at this rate, until it is told to stop; then it stays, as an idle engine does.
     """
 
-    _NUMBERS = struct.Struct("qq")  # what it has counted, and whether it is to write
+    _NUMBERS = struct.Struct("qqq")  # what it has counted, whether it is to write, and whether it has written the last
 
     def __init__(self, per_second: float = 100, at_once: int = 0, index: int = 0, **info: Any) -> None:
         self.engine_id = f"engine-{uuid4()}"
         self._config = config(self.engine_id)
         self.server = Identity.of(self._config).server
         self._shared = mmap.mmap(-1, self._NUMBERS.size)
-        self._shared[:] = self._NUMBERS.pack(0, 1)
+        self._shared[:] = self._NUMBERS.pack(0, 1, 0)
         self._info = engine(has_spans="endpoint" in info, **info)
         self.pid = fork(lambda: self._write(per_second, at_once))
         eventually(lambda: os.listdir(files.folder()) and self.n > at_once)
@@ -166,7 +167,7 @@ class Writing:
         page = writer.begin(self._config, writer.describe(self._info, None))
         signal.signal(signal.SIGTERM, lambda *_: (page.close(), os._exit(0)))
         while True:
-            n, writes = self._NUMBERS.unpack(self._shared[:])
+            n, writes, _ = self._NUMBERS.unpack(self._shared[:])
             if writes:
                 is_slow = n % 3 == 0
                 one = record("kv.load", span_id=f"{n + 1:016x}", reason=Reason.SLOW if is_slow else Reason.PARENT)
@@ -174,6 +175,8 @@ class Writing:
                 page.add(HIT, 1)
                 page.add(LOAD, 1)
                 self._shared[:8] = struct.pack("q", n + 1)
+            else:
+                self._shared[16:] = struct.pack("q", 1)
             if n >= at_once:
                 time.sleep(1 / per_second)
 
@@ -184,8 +187,9 @@ class Writing:
 
     def stop(self) -> None:
         """Let it write no more."""
-        self._shared[8:] = struct.pack("q", 0)
-        time.sleep(0.2)
+        self._shared[8:16] = struct.pack("q", 0)
+        eventually(lambda: self._NUMBERS.unpack(self._shared[:])[2])
+        time.sleep(FRESH_S)  # a scrape before may have left its text
 
 
 @contextmanager
