@@ -10,9 +10,6 @@ import pytest
 
 from kvobs.page import files
 
-FOLDER = files.folder
-"""Returns the folder of this user's engines."""
-
 
 @contextmanager
 def page_folder() -> Iterator[Path]:
@@ -24,3 +21,11 @@ def page_folder() -> Iterator[Path]:
             yield room / "pages"
         finally:
             shutil.rmtree(room)
+
+
+def share_folder(patch: pytest.MonkeyPatch, at: Path) -> None:
+    """Let the Python processes that this one starts have its folder, and not that of this user's other engines."""
+    (at / "sitecustomize.py").write_text(
+        f"import pathlib\nfrom kvobs.page import files\nfiles.folder = lambda: pathlib.Path({str(files.folder())!r})\n"
+    )
+    patch.setenv("PYTHONPATH", str(at))

@@ -27,12 +27,12 @@ from docs.pages import ROOT
 from kvobs.page import files
 from kvobs.page.description import Identity
 from kvobs.page.files import EXPORTER, Lock, clean, create, is_held, open_page
+from kvobs.page.files import folder as users_folder
 from kvobs.page.layout import STEPS
 from kvobs.page.reader import names_of
 from kvobs.page.reader import pages as readable_pages
 from kvobs.page.writer import PageWriter
 from kvobs.probe.recorder import Recorder
-from tests.support.page_files import FOLDER
 from tests.support.watched import REMOTE, begin, config
 
 SIZE = 1 << 16
@@ -311,7 +311,7 @@ def test_where_shared_memory_is_read_only_pages_are_in_memory(
         at.chmod(0o500)
         subprocess.run(["mount", "-o", "remount,ro", at], capture_output=True, check=False)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        monkeypatch.setattr(files, "folder", FOLDER)
+        monkeypatch.setattr(files, "folder", users_folder)
         pages = [begin("e", 0)]
         (link,) = (tmp_path / f"kvobs-{os.geteuid()}").iterdir()
         assert link.is_symlink()
