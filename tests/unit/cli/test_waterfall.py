@@ -12,7 +12,7 @@ from kvobs.export.load_traces import Part
 MS = 10**6
 ROWS = [
     Part("request", 1, 0, 10_120_260_000, "cmpl-1"),
-    Part("load cpu", 2, 7_350_000, 10_016_460_000, "896 tokens, failed", is_bad=True),
+    Part("load cpu", 2, 7_350_000, 10_009_110_000, "896 tokens, failed", is_bad=True),
     Part("rank 1", 3, 10_008 * MS, 10_009_250_000, "TimeoutError", is_bad=True),
 ]
 
@@ -24,15 +24,16 @@ def printed(width: int) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-@pytest.mark.parametrize("width", range(24, 121))
-def test_durations_are_never_cut_and_words_have_a_place(width: int) -> None:
-    text = printed(width)
-    for time in ("10.12 s", "10.01 s", "1.25 ms"):
-        assert re.search(rf"(^|\s){re.escape(time)}(\s|$)", text, re.MULTILINE), text
-    folded = re.sub(r"[\s│├└─]", "", text)
-    for word in ("cmpl-1", "failed", "TimeoutError", "rank1"):
-        assert word in folded, text
-    assert max(map(len, text.splitlines())) <= width
+def test_durations_are_never_cut_and_words_have_a_place() -> None:
+    for width in range(24, 121):
+        text = printed(width)
+        begins = ("7.35", "10.01 s") if width >= 36 else ()
+        for time in (*begins, "10.12 s", "10.00 s", "1.25 ms"):
+            assert re.search(rf"(^|\s){re.escape(time)}(\s|$)", text, re.MULTILINE), text
+        folded = re.sub(r"[\s│├└─]", "", text)
+        for word in ("cmpl-1", "failed", "TimeoutError", "rank1"):
+            assert word in folded, text
+        assert max(map(len, text.splitlines())) <= width
 
 
 def test_in_a_wide_window_each_has_a_bar() -> None:
@@ -41,7 +42,7 @@ def test_in_a_wide_window_each_has_a_bar() -> None:
         == """\
 a load
 └── request            0.00  10.12 s  ████████████████  cmpl-1
-    └── load cpu       7.35  10.01 s  ████████████████  896 tokens, failed
+    └── load cpu       7.35  10.00 s  ████████████████  896 tokens, failed
         └── rank 1  10.01 s  1.25 ms                 █  TimeoutError"""
     )
 
