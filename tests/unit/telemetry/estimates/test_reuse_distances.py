@@ -156,10 +156,10 @@ def test_memory_is_bounded_for_ever() -> None:
     tracemalloc.start()
     try:
         distances = ReuseDistances(SIZES)
-        for i in range(1500):
+        for i in range(800):
             # Each time the hashes of a prompt that is gone afterwards.
             distances.observe([random.randbytes(32) for _ in range(600)], 600)
-            if i == 500:
+            if i == 300:
                 tracemalloc.reset_peak()
         held, peak = tracemalloc.get_traced_memory()
     finally:
