@@ -13,7 +13,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from http.client import HTTPException
 from typing import Any
 from uuid import uuid4
 
@@ -28,23 +27,13 @@ from kvobs.schema.signals import slot, word
 from kvobs.schema.spans import Reason
 from kvobs.testing.server import claim_port, parse_metrics
 from tests.support.contexts import record
+from tests.support.waiting import eventually
 from tests.support.watched import config
 from tests.support.written import engine
 
 HIT = word(0, slot(signals.LOOKUPS, "hit"))
 HITS = ("kvobs_lookups_total", "connector", "one", "outcome", "hit")
 LOAD = word(0, slot(signals.LOAD_DURATION, "async"))
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Wait until this is true, and return it; while there is no answer it is not."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with suppress(OSError, HTTPException):
-            if found := condition():
-                return found
-        time.sleep(0.05)
-    return condition()
 
 
 class Page:

@@ -33,12 +33,12 @@ from kvobs.testing import BLOCK, Script
 from kvobs.testing.collector import Collector
 from kvobs.testing.server import claim_port
 from kvobs.vllm_api import versions
-from tests.engine.serving import eventually
 from tests.support.contexts import no_otel_variables
 from tests.support.life import NAMES, Life, life
 from tests.support.observed import BYTES_PER_TOKEN, ENGINE, STEP_S, SYNC, Observed
 from tests.support.top_engines import Vllm, answering
 from tests.support.traced import CLIENT_SPAN, CLIENT_TRACE, SAMPLED, attributes, ids
+from tests.support.waiting import eventually
 
 about: Any = pytest.approx
 BUILT = ["cpu", "flaky", "near", "far"]

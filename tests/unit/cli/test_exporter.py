@@ -18,8 +18,9 @@ from kvobs.cli import commands
 from kvobs.page import files
 from kvobs.page.layout import HEAD, MAGIC, VERSION
 from tests.support.contexts import no_otel_variables
-from tests.support.exporting import Page, end, eventually, exporter, started, state_of, writing
+from tests.support.exporting import Page, end, exporter, started, state_of, writing
 from tests.support.page_files import page_folder
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 

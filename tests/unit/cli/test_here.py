@@ -8,8 +8,9 @@ from kvobs.cli.here import running
 from kvobs.cli.scrapes import EndedError
 from kvobs.schema import signals
 from tests.support import watched
-from tests.support.exporting import HIT, eventually
+from tests.support.exporting import HIT
 from tests.support.page_files import page_folder
+from tests.support.waiting import eventually
 from tests.support.watched import begin
 from tests.support.written import Pages
 

@@ -33,8 +33,8 @@ from kvobs.schema.signals import (
     slot,
 )
 from tests.engine.prometheus import major, scraping
-from tests.engine.serving import eventually
 from tests.support.top_engines import Engines, answering, count, exporting, serving, thrashing, unserved
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

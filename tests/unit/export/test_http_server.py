@@ -22,6 +22,7 @@ from kvobs.export.http_server import Server
 from kvobs.export.listening import PLACES
 from kvobs.export.web_config import context
 from tests.support.certificates import CLIENTS, Authority
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -317,10 +318,7 @@ def test_connections_take_little_memory(tmp_path: Path) -> None:
         clients.callback(tracemalloc.stop)
         for _ in range(20):
             clients.enter_context(socket.create_connection(("127.0.0.1", pages.port), 10))
-        deadline = time.monotonic() + 10
-        while len(pages.server._connections) < 20 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(pages.server._connections) == 20
+        assert eventually(lambda: len(pages.server._connections) == 20)
         time.sleep(0.1)
         assert tracemalloc.get_traced_memory()[0] < 20 << 16
 

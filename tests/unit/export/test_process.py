@@ -35,19 +35,8 @@ from kvobs.schema.signals import slot
 from kvobs.testing.collector import Collector
 from tests.support import watched
 from tests.support.contexts import no_otel_variables, record
-from tests.support.exporting import (
-    HIT,
-    HITS,
-    LOAD,
-    Page,
-    end,
-    eventually,
-    exporter,
-    has_ended,
-    started,
-    state_of,
-    writing,
-)
+from tests.support.exporting import HIT, HITS, LOAD, Page, end, exporter, has_ended, started, state_of, writing
+from tests.support.waiting import eventually
 from tests.support.written import Pages
 
 pytestmark = pytest.mark.timeout(300)
@@ -193,9 +182,9 @@ def test_a_killed_engines_last_numbers_and_slow_spans_get_out(
             slow = {f"{n + 1:016x}" for n in range(engine.n) if n % 3 == 0}
             end(engine.pid)
             killed = time.monotonic()
-            assert eventually(lambda: page.value("kvobs_engine_up") == 0 and page.hits() == engine.n, 20)
+            assert eventually(lambda: page.value("kvobs_engine_up") == 0 and page.hits() == engine.n)
             assert page.health()[0] == 503
-            assert eventually(lambda: has_ended(serving), 60)
+            assert eventually(lambda: has_ended(serving))
             assert time.monotonic() - killed >= 4
         assert slow <= {span.span_id for span in collector.spans}
         assert len(collector.spans) == engine.n, "nor was another one lost: they had not been overwritten yet"
@@ -213,7 +202,7 @@ def test_after_a_regular_end_one_scrape_gets_the_last_numbers() -> None:
         assert not has_ended(serving), "nothing has scraped since"
         text = page.get()
         assert (value_in(text, "kvobs_engine_up"), value_in(text, *HITS)) == (0, engine.n)
-        assert eventually(lambda: has_ended(serving), 20)
+        assert eventually(lambda: has_ended(serving))
     assert state_of(engine.server) == {}
 
 
@@ -237,7 +226,7 @@ def test_asked_to_end_it_leaves_and_the_next_one_takes_over(
                 assert eventually(lambda: page.value("kvobs_overhead_seconds_total", "stage", "export"))
                 before = page.counters()
                 os.kill(first, signal.SIGTERM)
-                assert eventually(lambda: has_ended(first), 20)
+                assert eventually(lambda: has_ended(first))
             assert eventually(lambda: state_of(engine.server)["positions"]), "it is left for the next one"
             with exporter(engine.server, port=page.port) as second:
                 found = eventually(page.counters)
@@ -246,7 +235,7 @@ def test_asked_to_end_it_leaves_and_the_next_one_takes_over(
                 written = engine.n
                 end(engine.pid, signal.SIGTERM)
                 page.get()
-                assert eventually(lambda: has_ended(second), 30)
+                assert eventually(lambda: has_ended(second))
     assert sorted(int(span.span_id, 16) - 1 for span in collector.spans) == list(range(written))
 
 
@@ -256,8 +245,8 @@ def test_an_exporter_of_a_dead_engine_serves_its_last_numbers(monkeypatch: pytes
     with writing() as engine:
         end(engine.pid)
         with exporter(engine.server, port=page.port) as serving:
-            assert eventually(lambda: page.hits() == engine.n, 20)
-            assert eventually(lambda: has_ended(serving), 20)
+            assert eventually(lambda: page.hits() == engine.n)
+            assert eventually(lambda: has_ended(serving))
 
 
 def test_the_exporter_keeps_no_file_of_the_engine_open() -> None:

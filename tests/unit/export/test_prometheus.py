@@ -33,6 +33,7 @@ from tests.support.contexts import no_otel_variables, record
 from tests.support.front import LABELS, REAL, Front, metered
 from tests.support.numbers import locate
 from tests.support.top_engines import Engines, count
+from tests.support.waiting import eventually
 
 LOOKUPS = signals.LOOKUPS
 
@@ -133,13 +134,6 @@ def test_every_series_of_the_table_is_exposed() -> None:
             assert ("connector" in sample.labels) is (signal.scope is Scope.CONNECTOR)
 
 
-def until(condition: Any, seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(condition())
-
-
 @pytest.mark.usefixtures("in_production")
 def test_faults_of_this_process_are_counted() -> None:
     engines = Engines("one")
@@ -156,7 +150,7 @@ def test_a_line_for_each_connector_is_logged_in_each_interval(
     monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "0.3")
     engines = Engines("one", engines=2)
     hits(engines, 3, engine=1)
-    assert until(lambda: "engine 001, connector one: lookups=3, hits=3" in caplog.text)
+    assert eventually(lambda: "engine 001, connector one: lookups=3, hits=3" in caplog.text)
 
 
 def test_spans_lost_in_the_exporters_thread_count_for_one_engine() -> None:
@@ -257,7 +251,7 @@ def test_an_engine_that_is_no_longer_shown_is_no_longer_watched() -> None:
     front.shown.close()
     del front
     gc.collect()
-    assert until(lambda: not any(thread.is_alive() for thread in begun))
+    assert eventually(lambda: not any(thread.is_alive() for thread in begun))
 
 
 def test_connectors_families_are_new_with_engines(

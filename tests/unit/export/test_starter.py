@@ -30,9 +30,10 @@ from kvobs.schema.options import ExporterOptions
 from kvobs.testing import Rig, Script, cache_config, engine_config, transfer_config
 from tests.support import watched
 from tests.support.contexts import no_otel_variables
-from tests.support.exporting import Page, end, eventually, has_ended, state_of, writing
+from tests.support.exporting import Page, end, has_ended, state_of, writing
 from tests.support.page_files import share_folder
 from tests.support.rig import entry_for
+from tests.support.waiting import eventually
 from tests.support.written import Pages
 
 pytestmark = pytest.mark.timeout(300)

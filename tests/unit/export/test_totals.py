@@ -27,6 +27,7 @@ from kvobs.page.reader import Call
 from kvobs.schema import signals, spans
 from kvobs.schema.signals import LOAD_DURATION, SIGNALS, Kind, Scope, Signal, labelnames, slot, word
 from tests.support.contexts import record
+from tests.support.waiting import eventually
 from tests.support.watched import process
 from tests.support.written import CONNECTORS, Numbers, Pages, numbers, stopped_clock
 
@@ -112,9 +113,7 @@ def test_numbers_are_right_and_ages_grow_while_the_engine_hangs(fault: str) -> N
     with process(pages.engine_id, None, fault):
         engine = pages.engine()
         totals = Totals(engine, EngineWatch(engine))
-        deadline = time.monotonic() + 60
-        while not points(totals, signals.CALL_IN_PROGRESS) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        assert eventually(lambda: points(totals, signals.CALL_IN_PROGRESS))
         calls = {p.labels[2]: sum(p.buckets) for p in points(totals, signals.CALL_DURATION) if sum(p.buckets)}
         for signal in (signals.CALL_IN_PROGRESS, signals.OLDEST_IN_FLIGHT) * 2:
             ages.append((time.monotonic(), points(totals, signal)[0].value, time.monotonic()))

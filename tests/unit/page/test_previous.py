@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvobs.page.previous import SHOWN_S, described
 from kvobs.page.reader import pages
 from kvobs.page.writer import PageWriter, describe, plain
 from tests.support import watched
+from tests.support.waiting import eventually
 from tests.support.watched import NAMES, REMOTE, config, process
 
 S = 10**9
@@ -44,10 +46,7 @@ def end_of(*dead: tuple[int | None, str], hook: str = "start_load_kv") -> None:
     for rank, fault in dead:
         with process("before", rank, fault, hook) as forked:
             if fault in ("hangs", "holds the GIL"):
-                deadline = time.monotonic() + 60
-                while not looked_long_after(rank):
-                    assert time.monotonic() < deadline
-                    time.sleep(0.02)
+                assert eventually(partial(looked_long_after, rank))
                 forked.kill()
             else:
                 os.waitpid(forked.pid, 0)

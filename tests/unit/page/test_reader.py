@@ -31,6 +31,7 @@ from tests.support import watched
 from tests.support.contexts import TRACING, json_values, record
 from tests.support.page_files import page_folder
 from tests.support.probes import Kind, each_probe, recorder_of
+from tests.support.waiting import eventually
 from tests.support.watched import NAMES, REMOTE, config
 
 
@@ -280,9 +281,7 @@ def test_a_process_in_another_container_is_alive_by_its_lock() -> None:
         (page,) = read()
         assert (page.pid, page.is_alive, page.is_ending, page.is_stopped) == (1, True, False, False)
         assert (page.watched(), page.exit_status) == (None, None)
-        deadline = time.monotonic() + 60
-        while not page.calls():
-            assert time.monotonic() < deadline
+        assert eventually(page.calls)
         assert [call[1] for call in page.calls()] == ["start_load_kv"]
         os.kill(forked.pid, signal.SIGSTOP)
         assert page.is_alive
@@ -313,10 +312,12 @@ def test_a_fork_of_an_engine_keeps_no_one_alive_and_ends_nothing(folder: Path, m
     files.clean(folder)
     assert len(list(folder.iterdir())) == 1
     os.kill(fork, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while list(folder.iterdir()):
-        assert time.monotonic() < deadline
+
+    def is_cleaned() -> bool:
         files.clean(folder)
+        return not list(folder.iterdir())
+
+    assert eventually(is_cleaned)
     for pipe in (told, tell, ends, end):
         os.close(pipe)
 

@@ -20,6 +20,7 @@ from kvobs.page.writer import PageWriter
 from kvobs.probe.recorder import Recorder
 from tests.support import watched
 from tests.support.pending import Signalled, in_collections
+from tests.support.waiting import eventually
 from tests.support.watched import NAMES, REMOTE, config
 
 
@@ -50,8 +51,7 @@ def test_a_page_goes_with_its_engine_and_loses_no_signal(folder: Path) -> None:
             del cycle
             with pytest.raises(Signalled):
                 gc.collect(0)
-    while list(folder.iterdir()):
-        time.sleep(0.05)
+    assert eventually(lambda: not list(folder.iterdir()))
 
 
 EXITS = """

@@ -33,7 +33,7 @@ from kvobs.testing.server import (
     newest_message,
     root_cause,
 )
-from tests.engine.serving import eventually
+from tests.support.waiting import eventually
 
 
 def test_port_0_gives_a_port_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

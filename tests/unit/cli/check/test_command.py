@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from kvobs.cli import commands as cli
 from kvobs.cli.check.rewrite import rewrite
 from kvobs.schema.config import PATH
-from tests.engine.serving import eventually
+from tests.support.waiting import eventually
 
 BOTH = {"kv_role": "kv_both"}
 CPU = {"kv_connector": "OffloadingConnector", PATH: {"cpu_bytes_to_use": 1 << 30}, **BOTH}

@@ -17,8 +17,8 @@ from kvobs.probe.recorder import Recorder
 from kvobs.schema import signals
 from kvobs.telemetry.requests import request_log
 from kvobs.telemetry.requests.request_log import WAITING_AT_MOST, LogFile, RequestLog, Stderr
-from tests.engine.serving import eventually
 from tests.support.probes import counts
+from tests.support.waiting import eventually
 
 DROPPED = signals.slot(signals.REQUEST_LOG_DROPPED)
 pytestmark = pytest.mark.timeout(300)
