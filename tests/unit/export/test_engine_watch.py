@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -20,6 +19,7 @@ from kvobs.page import reader
 from kvobs.page.description import End, Identity
 from kvobs.page.previous import SHOWN_S
 from kvobs.page.reader import Call, Page, names_of
+from tests.support.waiting import eventually
 from tests.support.watched import config, process
 from tests.support.written import Pages
 
@@ -37,31 +37,29 @@ def pages_of(watch: EngineWatch) -> tuple[Page, ...]:
     return watch._engine.all()
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_watch, "LOOK_S", 0.05)
+
+
 @pytest.fixture
 def watch(engine: str) -> EngineWatch:
     forget()
     return watched(engine)
 
 
-def until(condition: Callable[[], object], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("fault", ["hangs", "holds the GIL"])
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_call_that_hangs_is_shown_with_its_age(fault: str, rank: int | None, engine: str, watch: EngineWatch) -> None:
     with process(engine, rank, fault):
-        until(watch.calls)
+        assert eventually(watch.calls)
         (call,) = watch.calls()
         assert call[:3] == ("remote", "start_load_kv", rank)
         assert (time.perf_counter_ns() - call.since_ns) / 1e9 > 1
         where = "scheduler" if rank is None else "rank 1"
         others = {"rank 0": NOT_SEEN} if rank is None else {}
         assert watch.states() == {where: "start_load_kv of remote", **others}
-    until(lambda: not watch.calls())
+    assert eventually(lambda: not watch.calls())
 
 
 def test_a_call_that_returns_is_not_shown(engine: str, watch: EngineWatch) -> None:
@@ -75,7 +73,7 @@ def test_a_call_that_returns_is_not_shown(engine: str, watch: EngineWatch) -> No
 @pytest.mark.parametrize("hook", ["wait_for_layer_load", "save_kv_layer"])
 def test_layer_hooks_connector_is_known(way: str, hook: str, engine: str, watch: EngineWatch) -> None:
     with process(engine, 0, way, hook):
-        until(watch.calls)
+        assert eventually(watch.calls)
         assert [call[:3] for call in watch.calls()] == [("remote", hook, 0)]
 
 
@@ -84,8 +82,8 @@ def test_a_hang_is_logged_once(
 ) -> None:
     monkeypatch.setattr(engine_watch, "HANGS_NS", 1)
     with process(engine, 1, "hangs"):
-        until(lambda: "remote" in caplog.text)
-        time.sleep(2.2)
+        assert eventually(lambda: "remote" in caplog.text)
+        time.sleep(0.5)
     assert caplog.text.count("connector 'remote' has been in start_load_kv on rank 1 for ") == 1
 
 
@@ -109,7 +107,7 @@ def test_the_call_that_the_engine_died_in_is_named(  # noqa: PLR0917 - a table's
     fault: str, reason: str, rank: int | None, engine: str, watch: EngineWatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with process(engine, 0 if rank else 1, "hangs", "wait_for_save"), process(engine, rank, fault) as dead:
-        until(lambda: watch._first or watch._raised())
+        assert eventually(lambda: watch._first or watch._raised())
         assert watch.ended() == End("remote", "start_load_kv", rank, reason) == watch.end
         where = "scheduler" if rank is None else "rank 1"
         assert f"the engine has ended in start_load_kv of connector 'remote' on {where}: {reason}" in caplog.text
@@ -119,9 +117,9 @@ def test_the_call_that_the_engine_died_in_is_named(  # noqa: PLR0917 - a table's
 
 def test_an_end_outside_of_calls_blames_nobody(engine: str, watch: EngineWatch) -> None:
     with process(engine, 0, "hangs") as other, process(engine, None, "stays after it", "save_kv_layer") as dead:
-        until(lambda: len(pages_of(watch)) == 2)
+        assert eventually(lambda: len(pages_of(watch)) == 2)
         os.kill(dead.pid, signal.SIGKILL)
-        assert watch._has_noted.wait(30), "vLLM takes longer until it kills the others upon it"
+        assert watch._has_noted.wait(60), "vLLM takes longer until it kills the others upon it"
         os.kill(other.pid, signal.SIGKILL)
         assert watch.ended() == End("", "", None, "SIGKILL")
 
@@ -140,13 +138,15 @@ def test_engine_killed_whole_reports_only_a_call_that_hung(  # noqa: PLR0917 - i
 
     The kernel frees a worker's memory for seconds, in which it seems to be alive.
     """
+    monkeypatch.setattr(engine_watch, "AT_ONCE_S", 0.5)  # between two kills of this test another process may run
     with process(engine, 0, "stays after it") as worker, process(engine, None, fault) as core:
-        until(lambda: len(pages_of(watch)) == 2 and (fault != "hangs" or watch.calls()))
+        assert eventually(lambda: len(pages_of(watch)) == 2 and (fault != "hangs" or watch.calls()))
         if has_memory:
             monkeypatch.setattr(reader, "is_ending", lambda pid: pid in (worker.pid, core.pid))
         for each in (core,) if has_memory else (worker, core):
             os.kill(each.pid, signal.SIGKILL)
         hung = End("remote", "start_load_kv", None, "SIGKILL")
+        assert watch._has_noted.wait(60)
         end = watch.ended()
     assert (end, watch.end) == ((hung, hung) if fault == "hangs" else (None, None))
     assert ("the engine has ended" in caplog.text) is (fault == "hangs")
@@ -165,26 +165,27 @@ def test_a_lone_rank_that_worked_under_its_parent_was_killed(
     watch = watched(engine)
     assert watch.states() == {}
     with process(engine, 1, "stays after it") as rank:
-        until(lambda: pages_of(watch) and pages_of(watch)[0].worked_ns)
+        assert eventually(lambda: pages_of(watch) and pages_of(watch)[0].worked_ns)
         (page,) = pages_of(watch)
         assert page.process.parent == os.getpid()
         if parent is None:
             page.process = dataclasses.replace(page.process, parent=0)
         os.kill(rank.pid, signal.SIGKILL)
+        assert watch._has_noted.wait(60)
         assert watch.ended() == (End("", "", 1, "SIGKILL") if is_named else None)
 
 
 def test_an_exception_that_the_engine_survives_is_not_its_end(engine: str, watch: EngineWatch) -> None:
     """Whatever kvobs thinks of vLLM: a process that calls connectors goes on."""
     with process(engine, 1, "raises, and goes on"):
-        until(lambda: pages_of(watch))
+        assert eventually(lambda: pages_of(watch))
         assert watch.end is None
 
 
 def test_the_end_is_logged_at_once_by_a_watch_that_nobody_asks(engine: str, caplog: pytest.LogCaptureFixture) -> None:
     watch = watched(engine, logs_end=True)
     with process(engine, 0, "exits"):
-        until(lambda: watch.end)
+        assert eventually(lambda: watch.end)
     assert "the engine has ended in start_load_kv of connector 'remote' on rank 0: exit 3" in caplog.text
     assert caplog.records[-1].levelno == logging.ERROR
 
@@ -195,14 +196,14 @@ def test_a_stopped_process_is_named_and_no_connector(
     monkeypatch.setattr(engine_watch, "HANGS_NS", 10**9)
     with process(engine, 1, "hangs") as hanging, process(engine, 0, "stays after it"):
         os.kill(hanging.pid, signal.SIGSTOP)
-        until(lambda: "rank 1 is stopped (SIGSTOP, or a debugger); the engine waits for it" in caplog.text)
+        assert eventually(lambda: "rank 1 is stopped (SIGSTOP, or a debugger); the engine waits for it" in caplog.text)
         assert (watch.calls(), watch.states()["rank 1"], "has been in" in caplog.text) == ([], STOPPED, False)
         assert watch.states()["rank 0"] != STOPPED
         seen_ns = time.perf_counter_ns()
         watch.calls()
         assert watch.halted_ns > seen_ns
         os.kill(hanging.pid, signal.SIGCONT)
-        until(watch.calls)
+        assert eventually(watch.calls)
         assert watch.calls()[0].since_ns > seen_ns, "the time in which it was stopped does not count"
         assert watch.states()["rank 1"] == "start_load_kv of remote"
 
