@@ -112,9 +112,9 @@ def _is_within(call: Record, load: Record) -> bool:
 
 
 def _trace(engine: str, load: Record, ranks: Sequence[Found], near: Sequence[Found]) -> LoadTrace:
-    has = {key.removeprefix("kv_transfer."): value for key, value in load.attributes.items()}
+    has, near = _short(load), _once(near)
     connector, request = (printable(str(has.get(key, "?"))) for key in ("connector", "request.id"))
-    lookups = [each.record for each in _once(near) if each.record.name == LOOKUP.name]
+    lookups = [each.record for each in near if each.record.name == LOOKUP.name]
     lookups = [lookup for lookup in lookups if lookup.start_ns <= load.start_ns]
     arrived_ns = load.start_ns - _ns(has.get("queued"))
     begin_ns = min(arrived_ns, *(lookup.start_ns for lookup in lookups[-1:]), load.start_ns)
@@ -131,7 +131,7 @@ def _trace(engine: str, load: Record, ranks: Sequence[Found], near: Sequence[Fou
     elif begin_ns < load.start_ns:
         parts.append(Part("queue and lookup", 1, begin_ns, load.start_ns, offers))
     is_bad = has.get("outcome") == "failed"
-    calls = [each for each in _once(near) if each.record.name == CALL.name and _overlaps(each.record, begin_ns, end_ns)]
+    calls = [each for each in near if each.record.name == CALL.name and _overlaps(each.record, begin_ns, end_ns)]
     parts += [_call(each, 1) for each in calls if each.record.start_ns < load.start_ns]
     parts.append(Part(f"load {connector}", 1, load.start_ns, load.end_ns, ", ".join(_words(has)), is_bad))
     for each in sorted(ranks, key=lambda each: _rank(each.record)):
@@ -142,7 +142,7 @@ def _trace(engine: str, load: Record, ranks: Sequence[Found], near: Sequence[Fou
     parts += [_call(each, 2) for each in calls if each.record.start_ns >= load.start_ns]
     if is_async and resumed_ns > load.end_ns:
         parts.append(Part("resume", 1, load.end_ns, resumed_ns))
-    for wrong in (each.record for each in _once(near) if each.record.name == LOAD_WRONG.name):
+    for wrong in (each.record for each in near if each.record.name == LOAD_WRONG.name):
         blocks = f"{wrong.attributes.get(spans.WRONG_BLOCKS)} blocks"
         parts.append(Part("wrong bytes", 1, wrong.start_ns, wrong.end_ns, blocks, is_bad=True))
     return LoadTrace(
@@ -163,6 +163,7 @@ def _call(each: Found, depth: int) -> Part:
 
 
 def _once(found: Iterable[Found]) -> list[Found]:
+    """Return each span once, in the order of their start."""
     return sorted({each.record.span_id: each for each in found}.values(), key=lambda each: each.record.start_ns)
 
 
@@ -180,6 +181,7 @@ def _error(record: Record) -> str:
 
 
 def _short(record: Record) -> dict[str, Any]:
+    """Return a span's attributes without their prefix."""
     return {key.removeprefix("kv_transfer."): value for key, value in record.attributes.items()}
 
 
