@@ -6,7 +6,7 @@ The pages of processes that have gone are kept, and with them their last numbers
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -107,14 +107,16 @@ class Engine:
     @property
     def is_alive(self) -> bool:
         """Whether the scheduler's process runs; on a host without it, whether any does."""
-        pages = self.all()
-        return any(page.is_alive for page in [page for page in pages if page.rank is None] or pages)
+        return any(page.is_alive for page in self._leading())
 
     @property
     def has_ended_well(self) -> bool:
-        """Whether that process has ended as vLLM asked it to."""
-        pages = self.all()
-        return all(page.has_ended_well for page in [page for page in pages if page.rank is None] or pages)
+        """Whether that process has ended as vLLM asked it to; on a host without it, whether all have."""
+        return all(page.has_ended_well for page in self._leading())
+
+    def _leading(self) -> Sequence[Page]:
+        """Return the pages of the scheduler's process; on a host without it, all pages."""
+        return [page for page in self.all() if page.rank is None] or self.all()
 
     # Its numbers
 
