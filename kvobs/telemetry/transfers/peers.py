@@ -65,7 +65,8 @@ class Peers(Observer):
         self._count(request_id, load, "failed" if load.failed or by_error else "aborted")
 
     def _count(self, request_id: str, load: Load, outcome: str) -> None:
-        if (peer := self._loading.pop(request_id, None)) is not None:
+        peer = self._loading.pop(request_id, None)
+        if peer is not None and load.connector_index in self._between_engines:  # else of a load that was superseded
             self._recorder.count_dynamic(load.connector_index, PEER_LOADS, peer, outcome)
             if outcome == "ok":
                 self._recorder.count_dynamic(load.connector_index, PEER_LOAD_SECONDS, peer, n=load.duration_ns)

@@ -53,6 +53,15 @@ class Observed:
         return {tuple(key): n for *key, n in taken(self._recorder).opened}
 
 
+def test_a_load_from_a_store_has_no_peer_even_after_a_preemption() -> None:
+    """With async scheduling a request may be allocated again before the output of its step has ended its load."""
+    observed = Observed()
+    observed.allocate("r")
+    observed.allocate("r", owner=CPU)
+    observed.end("r", index=CPU)
+    assert observed.counted == {}
+
+
 @pytest.mark.parametrize(
     ("changed", "peer"),
     [
