@@ -19,7 +19,7 @@ from kvobs.schema.config import ENABLE_VARIABLE
 from kvobs.schema.findings import show
 
 _MODULE = "kv_connector_module_path"
-_HOOKS = ("get_required_kvcache_layout", "requires_piecewise_for_cudagraph", "supports_sleep_mode")
+_LAYOUT, _PIECEWISE, _SLEEP = "get_required_kvcache_layout", "requires_piecewise_for_cudagraph", "supports_sleep_mode"
 _APART = ("NixlPushConnector",)  # no other class of its base can take its KV
 Finder = Callable[[str, Any], type]
 
@@ -126,18 +126,18 @@ def facts_of(cls: Any, transfer: Any, *, has_hisparse: bool) -> Facts:
     """
     if not name_among(cls, ("KVConnectorBase_V1",)):
         raise NotUsableError(kinds.NO_KV_CONNECTOR.at("", name=show(transfer.kv_connector)))
-    hooks = [getattr(cls, name, None) for name in _HOOKS]
+    layout, piecewise, sleep = (getattr(cls, name, None) for name in (_LAYOUT, _PIECEWISE, _SLEEP))
     extra, path = transfer.kv_connector_extra_config, f"{cls.__module__}.{cls.__qualname__}"
     has_hma = name_among(cls, ("SupportsHMA",)) is not None
-    if isinstance(hooks[0], ast.AST):
-        layouts = [vllm_source.layout(hooks[0], has_hisparse=has_hisparse, is_mla=is_mla) for is_mla in (False, True)]
-        piecewise, sleep = (vllm_source.answer(hook, extra) for hook in hooks[1:])
-        return Facts(path, has_hma, sleep, piecewise, (layouts[0], layouts[1]))
+    if isinstance(layout, ast.AST):
+        plain, mla = (vllm_source.layout(layout, has_hisparse=has_hisparse, is_mla=is_mla) for is_mla in (False, True))
+        answers = vllm_source.answer(sleep, extra), vllm_source.answer(piecewise, extra)
+        return Facts(path, has_hma, *answers, (plain, mla))
     from kvobs.connectors.fanout import own_methods
 
-    sleep = None if hooks[2] is None else _answer(_HOOKS[2], hooks[2], transfer)
-    layouts = [_layout(cls, transfer, has_hisparse, is_mla) for is_mla in (False, True)]
-    return Facts(path, has_hma, sleep, _answer(_HOOKS[1], hooks[1], extra), (layouts[0], layouts[1]), own_methods(cls))
+    can_sleep = None if sleep is None else _answer(_SLEEP, sleep, transfer)
+    plain, mla = (_layout(cls, transfer, has_hisparse, is_mla) for is_mla in (False, True))
+    return Facts(path, has_hma, can_sleep, _answer(_PIECEWISE, piecewise, extra), (plain, mla), own_methods(cls))
 
 
 def _answer(hook: str, ask: Any, given: Any) -> bool:
