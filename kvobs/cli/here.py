@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from prometheus_client import generate_latest
@@ -83,15 +83,10 @@ class HostServer:
         return {}
 
 
-def found() -> Iterator[HostServer]:
-    """Yield the servers that have pages on this host, the one that began last at the end."""
-    yield from map(HostServer, servers())
-
-
 def running() -> dict[str, Callable[[], Scrape]]:
     """Return what reads the metrics of each server on this host, by its name; of one with an engine that runs."""
     readers: dict[str, Callable[[], Scrape]] = {}
-    for server in found():
+    for server in map(HostServer, servers()):  # the one that began last at the end
         if server.is_alive and server.head is not None:
             readers[server.name(readers)] = server.live
     return readers
