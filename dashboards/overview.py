@@ -17,7 +17,7 @@ from kvobs.schema import signals
 
 NAMED = "{{connector}} {{instance}}"
 
-TO_CHILD = frame.to_board(frame.CONNECTOR, connector="${__value.raw}")
+TO_CONNECTOR = frame.to_board(frame.CONNECTOR, connector="${__value.raw}")
 
 
 def overview() -> Board:
@@ -231,7 +231,7 @@ def _connectors() -> Panel:
                 decimals=0,
             ),
         ],
-        link=TO_CHILD,
+        link=TO_CONNECTOR,
     )
 
 

@@ -58,14 +58,11 @@ def side(role: str, other: str) -> tuple[Selection, Selection]:
 PREFILL, PREFILL_VLLM = side(PRODUCER, CONSUMER)
 DECODE, DECODE_VLLM = side(CONSUMER, PRODUCER)
 
-EVERY_CONNECTOR = SELECTION.gauge(signals.CONNECTOR_INFO, *by_connector, how="max")
-"""A 1 for every configured connector, whether or not it has done anything."""
-
 SEVERITIES = ("info", "warning", "critical")
 
 
 def every(*by: str) -> str:
-    """Return a 1 for every configured connector by these labels."""
+    """Return a 1 for every configured connector by these labels, whether or not it has done anything."""
     return SELECTION.gauge(signals.CONNECTOR_INFO, *by, how="max")
 
 
@@ -264,13 +261,13 @@ def with_role(expr: str) -> str:
 
 def none_if_empty(expr: str) -> str:
     """Return 0 for a connector called "none" if there is no such connector, nothing without kvobs."""
-    nobody = f'label_replace(0 * max({EVERY_CONNECTOR}), "connector", "none", "", "")'
+    nobody = f'label_replace(0 * max({every(*by_connector)}), "connector", "none", "", "")'
     return f"{expr} or on () {nobody}"
 
 
 def connector_or_zero(expr: str) -> str:
     """Return a value for every connector: 0 where it has not been counted yet."""
-    return f"{expr} or 0 * {EVERY_CONNECTOR}"
+    return f"{expr} or 0 * {every(*by_connector)}"
 
 
 def with_index(expr: str) -> str:
