@@ -77,11 +77,10 @@ def loads_synchronously(connector_class: type) -> bool | None:
         lookup = connector_class.get_num_new_matched_tokens  # type: ignore[attr-defined]
         if not isinstance(lookup, ast.AST):  # it is where a class stands for its source
             lookup = ast.parse(textwrap.dedent(inspect.getsource(lookup)))
-        answers = list(_answers(lookup))
+        answers = set(_answers(lookup))
     except (AttributeError, OSError, SyntaxError, TypeError):
         return None
-    kinds = set(answers)
-    return None if len(kinds) != 1 or None in kinds else not kinds.pop()
+    return not answers.pop() if len(answers) == 1 and None not in answers else None
 
 
 def _answers(lookup: ast.AST) -> Iterator[bool | None]:

@@ -151,7 +151,7 @@ def check_memory(whole: Mapping[str, Any], flags: Flags) -> Iterator[Finding]:
 def bytes_of_prompt(options: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the bytes and the tokens of the longest prompt, by the model's file on this machine; None if not known.
 
-    Not known are they of a model with layers of several kinds.
+    They are not known of a model with layers of several kinds.
     """
     try:
         model = json.loads((Path(str(options["model"])) / "config.json").read_text(encoding="utf-8"))
