@@ -22,6 +22,7 @@ from rich.markup import escape
 from kvobs.cli.scrapes import fetch
 from kvobs.cli.summary.rows import ServerSums, server_sums
 from kvobs.cli.summary.screen import Picture
+from kvobs.cli.summary.sources import SETTLE_S
 from kvobs.cli.web import NoAnswerError
 from kvobs.demo import load, report
 from kvobs.demo.tree import tree
@@ -47,8 +48,6 @@ PAUSE_S = 5.0
 """Between two rounds of a load that is repeated."""
 EXPORTER_PORT = ExporterOptions().port or 0
 """Port of the exporter if the server's port is also given; else a free one is picked."""
-SETTLE_S = 0.5
-"""Time for vLLM's own numbers of the last step to reach /metrics, and for the exporter to make its text again."""
 
 
 @dataclass(frozen=True)

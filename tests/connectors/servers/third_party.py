@@ -8,7 +8,8 @@ from typing import Any
 
 from prometheus_client.samples import Sample
 
-from kvobs.demo.run import SETTLE_S, host_memory, multi_connector
+from kvobs.cli.summary.sources import SETTLE_S
+from kvobs.demo.run import host_memory, multi_connector
 from kvobs.testing.server import Server
 from tests.connectors.servers import traffic
 from tests.connectors.servers.served import STORE, blocks_are_free
