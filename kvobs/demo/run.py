@@ -24,9 +24,9 @@ from kvobs.cli.summary.rows import ServerSums, server_sums
 from kvobs.cli.summary.screen import Picture
 from kvobs.cli.summary.sources import SETTLE_S
 from kvobs.cli.web import NoAnswerError
-from kvobs.demo import load, report
+from kvobs.demo import load
 from kvobs.demo.tree import tree
-from kvobs.export.numbers import Scrape
+from kvobs.export.numbers import Scrape, Values
 from kvobs.schema import signals
 from kvobs.schema.options import ExporterOptions
 from kvobs.schema.spans import LOAD
@@ -63,6 +63,22 @@ class Fault:
     """Options of kvobs that find it."""
     logged: str = ""
     """What lines of the log about it contain."""
+
+    def lines(self, values: Values) -> Iterator[str]:
+        """Yield the lines of /metrics that show it, with connector and own labels; a histogram as its mean."""
+        sums: dict[tuple[str, str], float] = {}
+        for (name, named), value in values.items():
+            has = dict(named)
+            for metric in self.shown_by:
+                labels = ", ".join(f'{label}="{has[label]}"' for label in ("connector", *metric.labels) if label in has)
+                if metric.kind is not signals.Kind.HISTOGRAM and name == metric.name and value:
+                    yield f"{metric.name}{{{labels}}} {value:g}"
+                elif name in (f"{metric.name}_sum", f"{metric.name}_count"):
+                    sums[name, labels] = sums.get((name, labels), 0) + value
+        for (name, labels), count in sums.items():
+            if name.endswith("_count") and count:
+                total = sums[f"{name.removesuffix('_count')}_sum", labels]
+                yield f"{name.removesuffix('_count')}{{{labels}}} {total / count:.3g} s on average, {count:g} times"
 
 
 FAULTS = {
@@ -210,7 +226,7 @@ class Demo:
         self.console.print("", Picture([sums]), sep="\n", highlight=False)
         if self.fault:
             self.console.print(f"\n[bold]The fault in /metrics[/]: {self.fault.says}")
-            self.copyable(*report.evidence(self.fault.shown_by, after.values))
+            self.copyable(*self.fault.lines(after.values))
             lines = server.log.read_text().splitlines() if self.fault.logged else []
             if logged := next((line for line in lines if self.fault.logged in line), None):
                 self.console.print("\n[bold]The first line about it in vLLM's log[/]")

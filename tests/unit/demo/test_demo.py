@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from kvobs.demo import load, report, run
+from kvobs.demo import load, run
 from kvobs.demo.host_offload import HostWorker
 from kvobs.export.numbers import Series
 from kvobs.testing.server import Completion, ServerError
@@ -142,7 +142,7 @@ def test_a_histogram_is_printed_as_a_mean_and_zeros_are_left_out() -> None:
         sample("load_duration_seconds_count", 0, connector="disk"), sample("loads_total", 4, outcome="ok"),
         sample("loads_total", 0, outcome="failed"), sample("lookups_total", 4, outcome="hit"),
     ])  # fmt: skip
-    assert list(report.evidence(run.FAULTS["slow-connector"].shown_by, values)) == [
+    assert list(run.FAULTS["slow-connector"].lines(values)) == [
         'kvobs_loads_total{connector="cpu", mode="async", outcome="ok"} 4',
         'kvobs_load_duration_seconds{connector="cpu", mode="async"} 1 s on average, 4 times',
     ]
