@@ -28,6 +28,8 @@ COMMANDS = {
 A function's module has the end of its help as ``EXAMPLES``, and may have the class of its command as ``COMMAND``.
 """
 
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # a disk, a quota, a file at its limit
+
 
 def load(name: str) -> Any:
     """Import a command."""
@@ -48,7 +50,7 @@ class Commands(TyperGroup):
         try:
             return super().main(*args, **kwargs)
         except OSError as error:
-            if error.errno != errno.ENOSPC or error.filename is not None:
+            if error.errno not in _FULL or error.filename is not None:
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python fails again at its exit, with what is left
             sys.exit(f"the output can't be written: {error.strerror}")

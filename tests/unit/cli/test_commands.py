@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -56,6 +57,14 @@ def test_a_full_disk_is_an_error_in_one_line(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, "the output can't be written: No space left on device\n")
+
+
+def test_a_file_at_its_limit_is_such_an_error(tmp_path: Path) -> None:
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); from kvobs.cli import app; app()"
+    with (tmp_path / "out").open("w") as out:
+        command = [sys.executable, "-c", code, "--version"]
+        ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "the output can't be written: File too large\n")
 
 
 def test_a_command_is_imported_when_it_is_used() -> None:
