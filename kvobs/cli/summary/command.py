@@ -23,7 +23,6 @@ from kvobs.cli.summary.sources import (
     SETTLE_S,
     Addresses,
     Host,
-    Live,
     Period,
     document,
     of_prometheus,
@@ -162,7 +161,7 @@ def _live(engine: Sequence[str], command: Sequence[str] | None, wait_s: float | 
         urls = list(dict.fromkeys(map(urls_of, engine)))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--engine") from None
-    source: Live = Addresses(urls) if urls else Host()
+    source = Addresses(urls) if urls else Host()
     before, status = source.read(), 0
     if command is None and not before:
         raise NoAnswerError(NONE_HERE.format(files.folder()))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -25,16 +25,6 @@ LOOKBACK_S = 300
 """How old a sample of Prometheus may be: its own default."""
 
 
-class Live(Protocol):
-    """Servers that run."""
-
-    def look(self) -> None:
-        """See whether others have begun since."""
-
-    def read(self) -> dict[str, tuple[str, Scrape]]:
-        """Return the name and the numbers of each server, by a key."""
-
-
 @dataclass
 class Addresses:
     """Servers at these URLs, each with its vLLM's if that is another one. ``NoAnswerError`` if one can't be read."""
@@ -42,9 +32,10 @@ class Addresses:
     urls: Sequence[tuple[str, str | None]]
 
     def look(self) -> None:
-        pass
+        """Do nothing: they are all that there are."""
 
     def read(self) -> dict[str, tuple[str, Scrape]]:
+        """Return the name and the numbers of each server, by a key."""
         found = {}
         for url, of_vllm in self.urls:
             address = url.removeprefix("http://").removesuffix("/metrics")
@@ -72,6 +63,7 @@ class Host:
                 self._others.add(name)
 
     def look(self) -> None:
+        """See whether others have begun since."""
         for server in self._servers.values():
             server.find()
         for name in servers():
@@ -85,6 +77,7 @@ class Host:
         self._names[server.server] = server.name(self._names.values())
 
     def read(self) -> dict[str, tuple[str, Scrape]]:
+        """Return the same as ``Addresses``, also of servers that have ended since."""
         return {key: (self._names[key], server.last()) for key, server in self._servers.items()}
 
 
