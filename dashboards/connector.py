@@ -198,7 +198,7 @@ def _in_flight() -> Panel:
         "Transfers in progress",
         About(
             "Loads in progress, and promised saves in progress (dashed), whose blocks are held.",
-            "A line that only rises is a backlog: of saves, look for readers that are slow or gone; of loads, at the "
+            "A line that only rises is a backlog: for saves look for readers that are slow or gone, for loads at the "
             "store or its network.",
         ),
         of_connector(SELECTION.gauge(signals.IN_FLIGHT, "connector", kind="load"), "loads"),

@@ -58,7 +58,7 @@ def _slower() -> Panel:
         About(
             "Share of loads for which requests waited longer than computing would have taken, and of loads with such "
             "an estimate (dashed).",
-            "Above a half most loads delay their requests: compare load durations with the tokens of a load, since "
+            "Above 50 % most loads delay their requests: compare load durations with the tokens of a load, since "
             "small loads rarely pay.",
         ),
         of_connector(questions.slower_share("connector"), "slower"),

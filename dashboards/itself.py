@@ -37,7 +37,7 @@ def _engines() -> Panel:
         "Engines",
         About(
             "Whether the engines of each exporter run, and the call in which an engine ended unexpectedly.",
-            "At red, read the log of that engine, and see KvobsEngineEnded in the runbook.",
+            "If it is red, read the log of that engine, and see KvobsEngineEnded in the runbook.",
         ),
         {
             0: ("gone", looks.BAD),

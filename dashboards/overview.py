@@ -68,7 +68,7 @@ def _worst() -> list[Panel]:
         number(
             "Engines down",
             About(
-                "How many engines are gone: their target cannot be scraped any more, or they ended.",
+                "How many engines are gone: their target can no longer be scraped, or they ended.",
                 "`kvobs top` shows in which call an engine ended; see KvobsEngineEnded in the runbook.",
             ),
             Query(questions.engines_down()),
@@ -135,7 +135,8 @@ def _effects() -> list[Panel]:
             About(
                 "Blocks that a connector loaded with wrong bytes since its engine's start, of those that "
                 "verify.sample_ratio compares.",
-                "At red answers may be wrong: take the connector out, as KvobsCorruptLoads in the runbook describes.",
+                "If it is red, answers may be wrong: take the connector out, as KvobsCorruptLoads in the runbook "
+                "describes.",
             ),
             Query(questions.none_if_empty(worst(questions.wrong_blocks(*by_engine))), NAMED),
             unit="short",

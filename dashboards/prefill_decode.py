@@ -158,7 +158,7 @@ def _loads() -> Panel:
         About(
             "Loads in progress on decode engines, whose requests wait for them, and the age of the oldest in seconds "
             "(dashed).",
-            "If a line only rises, compare with 'Save hold' above: both long is the link, only loads long is the "
+            "If a line only rises, compare with 'Save hold' above: if both are long, suspect the link, otherwise the "
             "decode side.",
         ),
         of_connector(DECODE.gauge(signals.IN_FLIGHT, "connector", kind="load"), "loads"),
