@@ -40,7 +40,7 @@ _TEXT = r'"(?:[^"\\]|\\.)*"'
 _NUMBER = re.compile(rf"({_TEXT})|(?<![.\w])(\d+(?:\.\d+)?(?=[kmgt])|\d+)([kKmMgGtT])\b")
 _BARE = re.compile(rf"({_TEXT})|[\w.+-]*(?:{UNKNOWN.pattern})(?:{UNKNOWN.pattern}|[\w.+-])*", re.DOTALL)
 _FACTORS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
-_JSON = "it needs double quotes around names and texts, and has no comments and no comma before a closing bracket"
+_JSON = "it needs double quotes around names and strings, and has no comments and no comma before a closing bracket"
 _UNQUOTED = f"{_JSON}; a shell removes double quotes that are not within single quotes"
 _QUOTED = "the single quotes around it reach vLLM: no shell removes them here"
 _STANDS_FOR_JSON = re.compile(r"\s*(?:<.*>|\{?\s*\.{3}\s*\}?|[A-Z][A-Z_]+)\s*", re.DOTALL)  # in a usage text

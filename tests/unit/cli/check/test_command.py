@@ -100,7 +100,7 @@ def test_stock_configuration_is_checked_as_it_would_be_in_kvobs() -> None:
     [
         ("/no/such/file.json", "/no/such/file.json: No such file or directory"),
         ('{"kv_role": }', "not valid JSON: Expecting value: line 1"),
-        ("[]", "is a list, needs an object"),
+        ("[]", "is of type list, not an object"),
         ("/bin/true", "/bin/true: is no file with UTF-8 text"),
         ("/tmp", "/tmp: Is a directory"),
     ],

@@ -151,7 +151,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "flow mapping": ('env: {KV: "{kv_connector: NixlConnector, kv_role: kv_both}"}\n', 1, (OFF,)),
     "computed": (f"KV=$(cat kv.json)\nvllm serve m {K} \"${{KV}}\"", 1, ("--kv-transfer-config has $(cat kv.json), whose value is not known here, paste the JSON",)),
     "rewritten on the line": (f'vllm serve m {K} "$(kvobs check --rewrite stock.json)"', 1, ("has $(kvobs check --rewrite stock.json), whose value",)),
-    "in parts": (f"vllm serve m {LINE} {K}.kv_role kv_both", 1, ("kv_role is a part of --kv-transfer-config, which is not known here",)),
+    "in parts": (f"vllm serve m {LINE} {K}.kv_role kv_both", 1, ("kv_role sets a part of --kv-transfer-config, which is not read in parts",)),
     "in a word": (f'python3 serve.py "--log {K} x"', 1, ("--kv-transfer-config is in a form that is not known here", )),
     "a variable of the engine": (f"KVOBS_EXPORTER=$POD_IP:9464 vllm serve m {LINE}", 1, ()),
     "in a subshell": (f"(cd /x && vllm serve m {LINE}) &", 1, ()),

@@ -60,8 +60,8 @@ def test_numbers_with_suffixes_are_read_as_vllms_parser_does() -> None:
     [
         ("", "the configuration is empty"),
         ('{"a": true,\n "b": [1,\n]}', "no comma before a closing bracket"),
-        ("{'kv_connector': 'NixlConnector'}", "needs double quotes around names and texts"),
-        ("{kv_connector:NixlConnector,kv_role:kv_both}", "needs double quotes around names and texts"),
+        ("{'kv_connector': 'NixlConnector'}", "needs double quotes around names and strings"),
+        ("{kv_connector:NixlConnector,kv_role:kv_both}", "needs double quotes around names and strings"),
         (
             f"vllm serve m --kv-transfer-config {TEXT}",
             "a shell removes double quotes that are not within single quotes",
@@ -69,7 +69,7 @@ def test_numbers_with_suffixes_are_read_as_vllms_parser_does() -> None:
         (f'vllm serve m --kv-transfer-config "{TEXT}"', "a shell removes double quotes that are not within single"),
         (f"{TEXT} {TEXT}", "not valid JSON: Extra data: line 1 column "),
         (TEXT[:-1], "not valid JSON: Expecting ',' delimiter: line 1 column "),
-        ("[]", "is a list, needs an object"),
+        ("[]", "is of type list, not an object"),
         ("[" * 100_000, "nested too deep"),
         ("vllm serve m --kv-transfer-config {{}}", "has {{}}, whose value is not known here"),
         ("vllm serve m --kv-transfer-config {{ kv_config }}", "has {{, whose value is not known here"),
@@ -86,7 +86,7 @@ def test_numbers_with_suffixes_are_read_as_vllms_parser_does() -> None:
         ("kv_connector: !!int", "neither JSON nor valid YAML"),
         ("kv_connector: !!timestamp x", "neither JSON nor valid YAML"),
         (f'{{"a": {"9" * 400}k}}', "not valid JSON: cannot convert float infinity to integer"),
-        ("kv-transfer-config: 5", "is a int, needs an object"),
+        ("kv-transfer-config: 5", "is of type int, not an object"),
     ],
 )
 def test_text_that_can_not_be_read_has_its_reason(text: str, says: str) -> None:
