@@ -175,6 +175,8 @@ def _fill(path: str, content: bytes, settings: SiteSettings, defaults: Mapping[s
     elif path == "stack/alertmanager.yml":
         text = _replace_in_lists(text, old_cluster, cluster)
     elif path == "runbook.md":
+        pages = defaults["runbook"].removesuffix("dashboards/runbook.md") + "docs/"  # which an export lacks
+        text = text.replace("](../docs/", f"]({pages}")
         text = text.replace(f'job="{old_job}"', f'job="{job}"')
         known = defaults["thresholds"]
         changed = _choose_thresholds(settings.thresholds, known).items() - _choose_thresholds((), known).items()

@@ -173,6 +173,12 @@ def test_boards_select_by_cluster_and_link_the_runbook(path: str) -> None:
     assert back == DEFAULTS[path].decode(), "nothing else changes"
 
 
+def test_links_of_an_exported_runbook_lead_out_of_the_export() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", CHANGED["runbook.md"].decode())
+    assert f"{site.RUNBOOK.partition('/dashboards/')[0]}/docs/alerts.md" in links
+    assert [link for link in links if not link.startswith("https://")] == []
+
+
 def test_alertmanager_and_runbook_know_the_label_of_the_cluster() -> None:
     """With a label that alerts do not have, an alert of one cluster would silence those of the others."""
     routing = yaml.safe_load(CHANGED["stack/alertmanager.yml"])
