@@ -1,4 +1,4 @@
-"""The table of differences between kvobs and vLLM's own MultiConnector that connectors can see, with default options.
+"""The table of differences between kvobs and vLLM's own MultiConnector that connectors can see.
 
 The differential test (``tests/transparency``) accepts exactly these differences, by name; the table in
 ``docs/architecture.md`` is generated from it.
