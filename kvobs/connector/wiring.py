@@ -304,7 +304,9 @@ def _introduce(validated: Validated, tracing: TracingSettings) -> None:
     else:
         log.info("calls are counted in Python: %s", choice().reason)
     if configuration.stock:
-        log.info("%s is set: vLLM's own parts stay in use: %s", STOCK_VARIABLE, ", ".join(sorted(configuration.stock)))
+        log.info(
+            "%s is set, so these parts of vLLM stay in use: %s", STOCK_VARIABLE, ", ".join(sorted(configuration.stock))
+        )
     for spec in validated.specs:
         if names := own_methods(spec.connector_class):
             text = (
