@@ -30,6 +30,8 @@ _COMMAND = """if True:
     sys.modules['vllm'] = sys.modules['torch'] = None
     from kvobs.page import files
     files.folder = lambda: Path({folder!r})
+    from kvobs.export import process
+    process.AFTER_SIGTERM_S = 0.3
     from kvobs.cli import app
     app()
 """
@@ -123,7 +125,7 @@ def test_it_takes_over_at_anothers_end_and_serves_a_lone_server() -> None:
             with writing(at_once=5000, per_second=1) as second:
                 assert eventually(lambda: mine.hits() == second.n), "though the other server has one"
                 end(second.pid, signal.SIGTERM)
-            mine.page.get()
+            assert eventually(lambda: mine.page.value("kvobs_engine_up") == 0)
             assert eventually(lambda: not state_of(second.server))
         with by_hand() as later:
             assert eventually(later.hits)
