@@ -5,7 +5,6 @@ test's: every step lasts 200 ms. After each step every number is right to the la
 """
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,13 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheKVEvents
 
 from kvobs import faults
-from kvobs.connectors import specs
 from kvobs.connectors.specs import STATED_BYTES
 from kvobs.probe.recorder import cost_of_recording
 from kvobs.schema.signals import TIMED, hook_label
 from kvobs.testing import BLOCK, Script, entry_of
 from kvobs.vllm_api import versions
-from tests.support.observed import KV, NAMES, STEP_S, Observed
+from tests.support.observed import KV, NAMES, Observed
 from tests.support.rig import assert_nothing_is_left, entry_for, forget_unused
 
 # --- calls
@@ -89,55 +87,7 @@ def test_a_scrape_within_a_step_is_right_to_the_last_call(
     assert set(seen) == {"start_load_kv", "update_state_after_alloc", "wait_for_save"}
 
 
-@pytest.mark.parametrize("hook", ["start_load_kv", "wait_for_layer_load", "build_connector_meta", "on_new_request"])
-def test_errors(hook: str, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    b.raises[hook] = TimeoutError("no answer")
-    engine = Observed(monkeypatch, a, b, ranks=1)
-
-    def provoke() -> None:
-        engine.rig.add("r")
-        engine.step()
-
-    with pytest.raises(TimeoutError, match="no answer"):
-        provoke()
-    b.raises.clear()
-    engine.rig.workers[0]._side.clear_connector_metadata()
-    engine.rig.add("q")
-    engine.step(2)
-    assert engine.series("kvobs_call_errors_total") == {("two", "TimeoutError", hook): 1}
-
-
-def test_slow_calls(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script, caplog: pytest.LogCaptureFixture) -> None:
-    engine = Observed(monkeypatch, a, b, ranks=1, slow_call_ms=1e-6)
-    engine.rig.add("r")
-    engine.step(2)
-    assert engine.value("kvobs_slow_calls_total", "two", hook="wait_for_save") == len(b.called("wait_for_save"))
-    assert engine.value("kvobs_slow_calls_total", "two", hook="other") == 0
-    assert "connector 'two': wait_for_save took 0 ms, more than slow_call_ms (1e-06)" in caplog.text
-
-
 # --- lookups
-
-
-def test_lookups(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    a.offers["r"] = [(None, False), (None, False), (0, False)]
-    b.offers["r"] = KV
-    engine = Observed(monkeypatch, a, b, lookup_timeout_ms=100_000)
-    engine.rig.add("r")
-    engine.step()
-    assert engine.value("kvobs_in_flight", kind="lookup") == 1
-    engine.step()
-    assert engine.value("kvobs_oldest_in_flight_seconds", kind="lookup") == pytest.approx(STEP_S)
-    engine.step()
-    assert engine.value("kvobs_in_flight", kind="lookup") == 0
-    assert engine.value("kvobs_oldest_in_flight_seconds", kind="lookup") == 0
-    outcomes = {outcome: engine.value("kvobs_lookups_total", outcome=outcome) for outcome in ("pending", "miss")}
-    assert outcomes == {"pending": 1, "miss": 1}, "a request counts once, however often it is looked up"
-    assert engine.value("kvobs_lookups_total", "two", outcome="hit") == 1
-    calls = engine.value("kvobs_call_duration_seconds_count", hook="get_num_new_matched_tokens")
-    assert calls == 3, "repeats are seen there"
-    assert engine.value("kvobs_lookup_delay_seconds_count") == 1
-    assert engine.value("kvobs_lookup_delay_seconds_sum") == pytest.approx(2 * STEP_S)
 
 
 def test_offers(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
@@ -157,42 +107,6 @@ def test_offers(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     assert lost == {("two", "other_chosen"): 2 * BLOCK}
 
 
-def test_loads_from_other_engines(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    monkeypatch.setattr(specs, "hands_over", lambda _: True)
-    a.offers["r"] = KV
-    engine = Observed(monkeypatch, a, b)
-    engine.rig.add("r", do_remote_prefill=True, remote_host="10.0.3.17", remote_port=5600)
-    engine.step()
-    for rank in (0, 1):
-        a.say(rank, received="r")
-    engine.step(2)
-    assert engine.series("kvobs_peer_loads_total") == {("one", "ok", "10.0.3.17:5600"): 1}
-    took = engine.series("kvobs_peer_load_seconds_total")
-    assert took == {("one", "10.0.3.17:5600"): engine.value("kvobs_load_duration_seconds_sum", mode="async")}
-
-
-def test_a_promised_save(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    b.promises.add("r")
-    engine = Observed(monkeypatch, a, b)
-    engine.rig.add("r", max_tokens=1)
-    engine.step()
-    promised = engine.now
-    assert engine.value("kvobs_in_flight", "two", kind="save") == 1
-    engine.step()
-    assert engine.value("kvobs_oldest_in_flight_seconds", "two", kind="save") == pytest.approx(STEP_S)
-    assert engine.value("kvobs_held_tokens", "two", kind="save") == 4 * BLOCK + 1
-    b.say(0, saved="r")
-    engine.step()
-    b.say(1, saved="r")
-    engine.step()
-    assert engine.value("kvobs_saves_total", "two", outcome="ok") == 1
-    assert engine.value("kvobs_save_hold_seconds_count", "two") == 1
-    assert engine.value("kvobs_save_hold_seconds_sum", "two") == pytest.approx(engine.now - promised)
-    assert engine.value("kvobs_rank_skew_seconds_sum", "two", kind="save") == pytest.approx(STEP_S)
-    assert engine.series("kvobs_slowest_rank_total") == {("two", "1"): 1}
-    assert engine.value("kvobs_in_flight", "two", kind="save") == 0
-
-
 def test_a_save_counts_for_a_request_ended_before_its_lookup(
     monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
 ) -> None:
@@ -206,17 +120,6 @@ def test_a_save_counts_for_a_request_ended_before_its_lookup(
     assert engine.value("kvobs_lookups_total", "two") == 0
     assert engine.value("kvobs_saves_total", "two", outcome="ok") == 1
     assert_nothing_is_left(engine.rig)
-
-
-def test_stray_reports(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    engine = Observed(monkeypatch, a, b, ranks=1)
-    a.say(0, received="x", failed="y", saved="z")
-    engine.step()
-    assert engine.series("kvobs_unexpected_reports_total") == {
-        ("one", "load"): 1,
-        ("one", "failure"): 1,
-        ("one", "save"): 1,
-    }
 
 
 @pytest.mark.parametrize("kind", ["load", "save"])
@@ -246,21 +149,6 @@ def test_a_transfer_that_a_rank_never_reports(
     b.say(1, **{word: "r"})
     engine.step(2)
     assert engine.value("kvobs_in_flight", "two", kind=kind) == 0, "late is not lost"
-
-
-def test_a_best_effort_connector_fails(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
-    monkeypatch.setattr("tests.support.observed.entry_for", partial(entry_for, cls="BestEffortConnector"))
-    engine = Observed(monkeypatch, a, b, ranks=2, best_effort=["two"])
-    engine.rig.add("r", max_tokens=40)
-    b.raises["wait_for_save"] = TimeoutError("no answer")
-    engine.step()
-    b.raises.clear()
-    engine.step()
-    assert engine.series("kvobs_quarantined") == {("two",): 1}
-    assert engine.series("kvobs_call_errors_total") == {("two", "TimeoutError", "wait_for_save"): 2}
-    engine.step(7)
-    assert engine.series("kvobs_quarantined") == {("two",): 0}
-    assert engine.series("kvobs_quarantines_total") == {("two",): 1}
 
 
 def test_block_copies(monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
