@@ -84,7 +84,6 @@ def serve_a_life(mine: ByHand, n: int) -> None:
         assert eventually(lambda: mine.hits() == engine.n), mine.log
         assert mine.page.value("kvobs_engine_up") == 1
         end(engine.pid, signal.SIGTERM)
-        assert eventually(lambda: mine.page.value("kvobs_engine_up") == 0)
         assert eventually(lambda: not state_of(engine.server)), "it has let go of it"
 
 
@@ -124,8 +123,8 @@ def test_it_takes_over_at_anothers_end_and_serves_a_lone_server() -> None:
             assert mine.log.count(text) == 1
             with writing(at_once=5000, per_second=1) as second:
                 assert eventually(lambda: mine.hits() == second.n), "though the other server has one"
+                mine.page.get()  # twice: after a single one it waits 15 s for the next
                 end(second.pid, signal.SIGTERM)
-            assert eventually(lambda: mine.page.value("kvobs_engine_up") == 0)
             assert eventually(lambda: not state_of(second.server))
         with by_hand() as later:
             assert eventually(later.hits)

@@ -233,8 +233,8 @@ def test_asked_to_end_it_leaves_and_the_next_one_takes_over(
                 assert {key: n for key, n in before.items() if found.get(key, 0) < n} == {}
                 engine.stop()
                 written = engine.n
-                end(engine.pid, signal.SIGTERM)
                 page.get()
+                end(engine.pid, signal.SIGTERM)
                 assert eventually(lambda: has_ended(second))
     assert sorted(int(span.span_id, 16) - 1 for span in collector.spans) == list(range(written))
 
