@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from kvobs.vllm_api import versions
 from tests.support.contexts import no_otel_variables
 from tests.support.life import NAMES, Life, life
 from tests.support.observed import BYTES_PER_TOKEN, ENGINE, STEP_S, SYNC, Observed
+from tests.support.page_files import page_folder, share_folder
 from tests.support.top_engines import Vllm, answering
 from tests.support.traced import CLIENT_SPAN, CLIENT_TRACE, SAMPLED, attributes, ids
 from tests.support.waiting import eventually
@@ -468,11 +470,12 @@ def exported(observed: Observed, port: int) -> Iterator[Callable[[], str]]:
 
 
 def test_an_exporter_serves_the_numbers_of_the_second_engine(
-    monkeypatch: pytest.MonkeyPatch, a: Script, b: Script
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, a: Script, b: Script
 ) -> None:
     """The engine starts it, as its options say."""
     b.offers["r"] = SYNC
-    with Collector() as collector:
+    with page_folder(), Collector() as collector:
+        share_folder(monkeypatch, tmp_path)
         no_otel_variables(monkeypatch, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=collector.endpoint, **collector.env)
         observed = Observed(monkeypatch, a, b, exporter={"port": (port := claim_port(0))})
         observed.rig.add("r", max_tokens=1, trace_headers=SAMPLED)
