@@ -118,8 +118,16 @@ def test_a_decode_engine_links_to_prefill(headers: Any, monkeypatch: pytest.Monk
     assert engine.spans("kv.lookup")[0].links == ()
 
 
-@pytest.mark.parametrize("headers", [{"traceparent": "00-garbage"}, {"traceparent": "0" * 10_000}, {"traceparent": 7}])
-@pytest.mark.parametrize("own", [7, {"traceparent": 7}, {"traceparent": ["x"]}, {}, None])
+@pytest.mark.parametrize(
+    ("headers", "own"),
+    [
+        ({"traceparent": "00-garbage"}, 7),
+        ({"traceparent": "0" * 10_000}, {"traceparent": 7}),
+        ({"traceparent": 7}, {"traceparent": ["x"]}),
+        ({"traceparent": "00-garbage"}, {}),
+        ({"traceparent": "00-garbage"}, None),
+    ],
+)
 def test_garbage_is_no_context(headers: Any, own: Any, monkeypatch: pytest.MonkeyPatch, a: Script, b: Script) -> None:
     a.offers["r"] = KV
     a.params["r"] = {"remote": 1}
