@@ -24,7 +24,7 @@ from kvobs.export.web_config import context
 from tests.support.certificates import CLIENTS, Authority
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Pages:
@@ -53,7 +53,7 @@ class Pages:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(url, method=method, headers=sent)
         try:
-            with urllib.request.urlopen(request, timeout=10, context=trust) as answer:
+            with urllib.request.urlopen(request, timeout=60, context=trust) as answer:
                 return answer.status, dict(answer.headers), answer.read()
         except urllib.error.HTTPError as error:
             return error.code, dict(error.headers), error.read()

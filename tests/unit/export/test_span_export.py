@@ -86,7 +86,7 @@ def test_a_full_queue_loses_new_spans_until_it_is_empty(converter: Make, monkeyp
     assert mine.converter.room == 10
     assert mine.convert(*[[record()]] * 15) == 10
     assert (mine.lost, mine.converter.room, mine.converter.queued) == ({"queue": 5}, 0, 10)
-    assert hanging.is_called.wait(10)
+    assert hanging.is_called.wait(60)
     assert mine.convert([record()]) == 0, "what is being sent is not sent yet"
     hanging.may_go.set()
     mine.send()

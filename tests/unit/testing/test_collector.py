@@ -42,7 +42,7 @@ def collector(request: pytest.FixtureRequest) -> Iterator[Collector]:
         yield made
 
 
-def exporter(collector: Collector, exporters: ExitStack, timeout: float = 5, **more: Any) -> SpanExporter:
+def exporter(collector: Collector, exporters: ExitStack, timeout: float = 60, **more: Any) -> SpanExporter:
     of_grpc = isinstance(collector, GrpcCollector)
     cls: Any = partial(GrpcExporter, insecure=True) if of_grpc else HttpExporter
     made: SpanExporter = cls(endpoint=collector.endpoint, timeout=timeout, **more)
@@ -50,7 +50,7 @@ def exporter(collector: Collector, exporters: ExitStack, timeout: float = 5, **m
     return made
 
 
-def export(collector: Collector, *spans: ReadableSpan, timeout: float = 5, **more: Any) -> SpanExportResult:
+def export(collector: Collector, *spans: ReadableSpan, timeout: float = 60, **more: Any) -> SpanExportResult:
     with ExitStack() as stack:
         return exporter(collector, stack, timeout, **more).export(spans)
 
@@ -94,7 +94,7 @@ def test_http_bodies_may_be_compressed() -> None:
 def test_malformed_span_is_refused(body: bytes, headers: dict[str, str]) -> None:
     with Collector() as collector:
         request = urllib.request.Request(collector.endpoint, body, headers)
-        with pytest.raises(urllib.error.HTTPError) as caught, urllib.request.urlopen(request, timeout=5):
+        with pytest.raises(urllib.error.HTTPError) as caught, urllib.request.urlopen(request, timeout=60):
             pass
         caught.value.close()
     assert caught.value.code == 400
@@ -124,5 +124,5 @@ def test_a_hanging_collector_never_answers_until_it_stops() -> None:
         with pytest.raises(grpc.FutureTimeoutError):
             waiting.result(timeout=0.3)
         collector.stop()
-        assert waiting.exception(timeout=10).code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+        assert waiting.exception(timeout=60).code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
     assert collector.spans == []

@@ -86,7 +86,7 @@ def test_once_with_json_prints_one_document(address: str) -> None:
     assert (server["address"], server["error"], server["model"]) == (address, None, "tiny")
     assert [row["connector"] for row in server["connectors"]] == ["cpu", "disk"]
     assert [row["lookups_per_s"] for row in server["connectors"]] == [0, 0]
-    assert 0.2 <= server["seconds"] < 10
+    assert 0.2 <= server["seconds"] < 60
     assert (down["address"], down["error"], down["connectors"]) == ("127.0.0.1:1", "no answer: Connection refused", [])
 
 
@@ -174,7 +174,7 @@ def test_into_a_pipe_it_prints_tables_one_after_another(address: str) -> None:
         text += process.stdout.readline().decode()
     process.terminate()
     process.stdout.close()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     assert text.index("since the servers' start") < text.index("the last 0.2 s")
     assert "\x1b" not in text
 
