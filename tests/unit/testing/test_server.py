@@ -210,11 +210,12 @@ def test_a_hanging_server_is_given_up_and_killed_with_connectors(tmp_path: Path)
 
 
 def test_any_exception_in_the_block_ends_all_of_the_server(tmp_path: Path) -> None:
-    leak = Path("/dev/shm/vllm_dist_kvobs_test-tp:0-[0-1]-cpushm_0")
+    rendezvous = f"vllm_dist_kvobs_test_{os.getpid()}"
+    leak = Path(f"/dev/shm/{rendezvous}-tp:0-[0-1]-cpushm_0")
     with pytest.raises(KeyboardInterrupt), stand_in(tmp_path, "serves") as server:  # noqa: PT012
         group, scratch = cast("Any", server.process).pid, cast("Path", server.scratch)
         assert group_members(group)
-        for path in (scratch / "vllm_dist_kvobs_test", leak):
+        for path in (scratch / rendezvous, leak):
             path.touch()
         raise KeyboardInterrupt
     assert group_members(group) == []
