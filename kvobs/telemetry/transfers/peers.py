@@ -49,6 +49,8 @@ class Peers(Observer):
         # Connectors change the params once they have taken them.
         if owner in self._between_engines:
             self._loading[request.request_id] = self._label(peer_of(request.request_id, request.kv_transfer_params))
+        elif owner is not None:  # this load takes the place of an earlier one
+            self._loading.pop(request.request_id, None)
 
     def _label(self, peer: str | None) -> str:
         if peer is None:
@@ -65,8 +67,7 @@ class Peers(Observer):
         self._count(request_id, load, "failed" if load.failed or by_error else "aborted")
 
     def _count(self, request_id: str, load: Load, outcome: str) -> None:
-        peer = self._loading.pop(request_id, None)
-        if peer is not None and load.connector_index in self._between_engines:  # else of a load that was superseded
+        if (peer := self._loading.pop(request_id, None)) is not None:
             self._recorder.count_dynamic(load.connector_index, PEER_LOADS, peer, outcome)
             if outcome == "ok":
                 self._recorder.count_dynamic(load.connector_index, PEER_LOAD_SECONDS, peer, n=load.duration_ns)
