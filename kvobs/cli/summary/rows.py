@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rich.filesize import decimal
 
 from kvobs.cli.scrapes import end_of
-from kvobs.export.numbers import PROMPT_TOKENS, Numbers, Scrape, Series, Values, change, has_restarted
+from kvobs.export.numbers import PROMPT_TOKENS, Numbers, Scrape, Series, change, has_restarted
 from kvobs.export.texts import NONE, duration, percent
 from kvobs.schema import signals
 from kvobs.vllm_api.hooks import SCHEDULER_HOOKS
@@ -213,14 +213,13 @@ def server_sums(server: str, readings: Sequence[tuple[Scrape | None, Scrape]], s
 
 def is_other_engine(before: Scrape, after: Scrape) -> bool:
     """Return whether an engine has started between two readings: its time of start differs, or a counter fell."""
-    if has_restarted(before.values, after.values) or _fell(before.vllm, after.vllm, PROMPT_TOKENS):
-        return True
     starts = ((after.values.get(series), at) for series, at in before.values.items() if series[0] == _START)
-    return any(now is not None and abs(now - then) > LATER_S for now, then in starts)
-
-
-def _fell(before: Values, after: Values, name: str) -> bool:
-    return any(after.get(series, value) < value for series, value in before.items() if series[0] == name)
+    prompted = ((after.vllm.get(series, n), n) for series, n in before.vllm.items() if series[0] == PROMPT_TOKENS)
+    return (
+        has_restarted(before.values, after.values)
+        or any(now < then for now, then in prompted)
+        or any(now is not None and abs(now - then) > LATER_S for now, then in starts)
+    )
 
 
 def since_start(after: Scrape) -> float | None:
