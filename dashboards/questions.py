@@ -261,8 +261,8 @@ def with_role(expr: str) -> str:
 
 def none_if_empty(expr: str) -> str:
     """Return 0 for a connector called "none" if there is no such connector, nothing without kvobs."""
-    nobody = f'label_replace(0 * max({every(*by_connector)}), "connector", "none", "", "")'
-    return f"{expr} or on () {nobody}"
+    no_connector = f'label_replace(0 * max({every(*by_connector)}), "connector", "none", "", "")'
+    return f"{expr} or on () {no_connector}"
 
 
 def connector_or_zero(expr: str) -> str:

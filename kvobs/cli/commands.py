@@ -52,7 +52,7 @@ class Commands(TyperGroup):
         except OSError as error:
             if error.errno not in _FULL or error.filename is not None:
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python fails again at its exit, with what is left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python raises again at its exit, when it flushes stdout
             sys.exit(f"the output can't be written: {error.strerror}")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

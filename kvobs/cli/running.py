@@ -158,7 +158,7 @@ def _look_at_server(result: LiveResult, url: str) -> set[tuple[str, str]]:
         fix = "use the exporter; or scrape /metrics/, with the slash, of vLLM's server"
         result.warn(url, "serves no OpenMetrics here, so there are no exemplars", fix)
     elif not exemplars and signals.SPANS_QUEUED.name in numbers.by_name:  # its exporter exports spans
-        fix = "there are none before the first traced load; if loads have ended since, check that requests are sampled"
+        fix = "exemplars come with the first traced load; if loads have ended, check that requests are sampled"
         result.warn(url, "exports spans, but has no exemplars", fix)
     if doubled := [name for name, times in series.items() if times > 1]:
         found = f"serves {len(doubled)} series more than once, such as {printable(doubled[0])[:200]}"

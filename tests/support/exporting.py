@@ -140,7 +140,7 @@ class Writing:
     They are written at this rate, until it is told to stop; then it stays, as an idle engine does.
     """
 
-    _NUMBERS = struct.Struct("qqq")  # what it has counted, whether it is to write, and whether it has written the last
+    _NUMBERS = struct.Struct("qqq")  # the spans written, 1 to write more, and 1 once the last one is written
 
     def __init__(self, per_second: float = 100, at_once: int = 0, index: int = 0, **info: Any) -> None:
         self.engine_id = f"engine-{uuid4()}"

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """Wait until this is true, and return it; while there is no answer it is not.
+    """Wait until the condition is true, and return its value; a connection that fails is tried again.
 
     The time is long: a machine that others share may stand still for a while.
     """

@@ -114,7 +114,7 @@ def test_nothing_is_written_to_a_file_but_what_is_asked_for() -> None:
     of_log = {"request_log.py": 3}  # the file of kvobs.request_log, or the engine's stderr
     of_commands = {
         "dashboards.py": 2,  # kvobs dashboards
-        "commands.py": 1,  # /dev/null in the place of an output that can't be written
+        "commands.py": 1,  # opens /dev/null as stdout after a write to it has failed
         "chrome.py": 1,  # kvobs timeline --chrome, and kvobs trace
         "command.py": 2,  # kvobs check: /dev/null, for the output of vLLM's import; kvobs summary -o
     }

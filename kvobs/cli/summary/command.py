@@ -140,7 +140,7 @@ def _check(ways: Mapping[str, bool], command: list[str] | None, texts: Sequence[
         found = f"found {' and '.join(asked)}; " if asked else ""
         raise typer.BadParameter(f"{found}give one of {', '.join(ways)}")
     if command == []:
-        raise typer.BadParameter("there is no command after --", param_hint="COMMAND")
+        raise typer.BadParameter("found no command after --", param_hint="COMMAND")
     if len(texts) > 2:  # noqa: PLR2004
         raise typer.BadParameter(f"found {len(texts)} files; give two, or AFTER alone", param_hint="BEFORE AFTER")
     if engine and texts:

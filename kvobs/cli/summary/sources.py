@@ -32,7 +32,7 @@ class Addresses:
     urls: Sequence[tuple[str, str | None]]
 
     def look(self) -> None:
-        """Do nothing: they are all that there are."""
+        """Do nothing: only the servers at these URLs are read."""
 
     def read(self) -> dict[str, tuple[str, Scrape]]:
         """Return the name and the numbers of each server, by a key."""

@@ -73,7 +73,7 @@ def test_a_collectors_outage_has_a_line_for_its_start_and_end(
 
 
 def test_an_exporter_that_fails_silently_is_reported(converter: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """A retry that succeeded before is no reason."""
+    """The warning of an earlier batch, which was sent after a retry, is not taken for the reason."""
 
     class Silent(Failing):
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:

@@ -40,7 +40,7 @@ def run(*arguments: object, columns: int = 100) -> tuple[int, str, str]:
         ([], "Invalid value: give one of -- COMMAND, --for, --since-start, BEFORE AFTER"),
         (["--since-start", "--for", "1s"], "found --for and --since-start; give one of"),
         (["--for", "x"], "found 'x'; use a number with s, m, h or d"),
-        (["--"], "there is no command after --"),
+        (["--"], "found no command after --"),
         (["a", "b", "c"], "found 3 files; give two, or AFTER alone"),
         (["a", "b", "--engine", "x"], "has no effect on saved texts"),
         (["--since-start", "--engine", "a b"], "'a b' is not a server address"),

@@ -200,7 +200,7 @@ def test_prometheus_sums_a_models_servers_since_their_own_starts() -> None:
 
 @pytest.mark.parametrize("restarted", ["a", "z"], ids=["first", "last"])
 def test_prompt_tokens_of_a_server_that_restarted_count_anew(restarted: str) -> None:
-    """Each vLLM has an instance of its own, next to its exporter's."""
+    """The exporter and vLLM are two targets of Prometheus, with different instances."""
     before = [*engine("m:1", 5), *engine(f"{restarted}:1", 100), prompt("m:2", 500), prompt(f"{restarted}:2", 1000)]
     again = [*engine(f"{restarted}:1", 10, START + 130), prompt(f"{restarted}:2", 30)]
     both = [again, [*engine("m:1", 6), prompt("m:2", 540)]]
